@@ -109,7 +109,7 @@ def load(config: Config, progress: Progress) -> Live:
         tool_family(config.serve.tool_parser, template.source),
         reasoning_family(config.serve.reasoning_parser, template.source),
         registry,
-        operator=Operator(replicas.engines[0], cache_dir() / "traces"),
+        operator=Operator(replicas, cache_dir() / "traces", str(checkpoint.path)),
         settings=config.serve,
         helper=helper,
     )

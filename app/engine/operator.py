@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
-from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.shielded import Shielded, shielded
-from core.command import TAGS, Tag
+from core.command import TAGS, Action, Tag
 from core.errors import RequestError
 from core.types import Finish, FinishReason
 
@@ -22,25 +22,29 @@ MAX_GAP = 60.0
 
 
 class Operator(Shielded):
-    """Runs one operation at a time, with the engine paused where necessary.
+    """Runs one operation at a time on all replicas, paused where necessary. What only some of them can do is
+    undone there.
 
     Owner: event loop.
     """
 
-    def __init__(self, engine: Engine, traces: Path) -> None:
+    def __init__(self, replicas: Replicas, traces: Path, weights: str = "") -> None:
+        """`weights` is the checkpoint that is loaded."""
         super().__init__()
-        self._engine = engine
+        self._replicas = replicas
+        self._engines = replicas.engines
         self._traces = traces
+        self._weights = weights
         self._lock = asyncio.Lock()
         self._stays_paused = False
         """Set by `pause`, cleared by `resume`."""
         self.asleep: frozenset[Tag] = frozenset()
-        """Memory that is released. The engine is paused meanwhile."""
+        """Memory that is released. The engines are paused meanwhile."""
 
     @property
     def paused(self) -> bool:
         """No step is planned; new requests wait."""
-        return self._engine.paused
+        return self._engines[0].paused
 
     @shielded
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -51,10 +55,11 @@ class Operator(Shielded):
         """
         async with self._held():
             self._stays_paused = True
-            if mode == "retract":
-                self._engine.retract_all()
-            elif mode == "abort":
-                self._engine.abort_all(Finish(FinishReason.ABORT))
+            for engine in self._engines:
+                if mode == "retract":
+                    engine.retract_all()
+                elif mode == "abort":
+                    engine.abort_all(Finish(FinishReason.ABORT))
 
     @shielded
     async def resume(self) -> None:
@@ -65,7 +70,7 @@ class Operator(Shielded):
                     f"The server sleeps without {', '.join(sorted(self.asleep))}: wake it first."
                 )
             self._stays_paused = False
-            self._engine.resume()
+            self._resume_unless_held()
 
     def slow_down(self, seconds: float) -> None:
         """Wait so many seconds between the plans of two steps, to simulate a slow server; 0: none. Raises
@@ -74,13 +79,15 @@ class Operator(Shielded):
             raise RequestError(
                 f"'forward_sleep_time' must be between 0 and {MAX_GAP:g} seconds.", "forward_sleep_time"
             )
-        self._engine.slow_down(seconds)
+        for engine in self._engines:
+            engine.slow_down(seconds)
 
     @shielded
     async def start_profile(self) -> None:
-        """Record a trace of the launch thread, and of the device if there is one."""
+        """Record a trace of a launch thread, and of the devices if there are any: the first replica's, since
+        torch records one trace at a time."""
         async with self._lock:
-            await self._engine.commands.carry_out("profile_start")
+            await self._engines[0].commands.carry_out("profile_start")
 
     @shielded
     async def stop_profile(self) -> Path:
@@ -88,7 +95,7 @@ class Operator(Shielded):
         async with self._lock:
             self._traces.mkdir(parents=True, exist_ok=True)
             path = self._traces / f"trace-{time.time_ns()}.json"
-            await self._engine.commands.carry_out("profile_stop", str(path))
+            await self._engines[0].commands.carry_out("profile_stop", str(path))
             return path
 
     @shielded
@@ -98,7 +105,11 @@ class Operator(Shielded):
         async with self._held():
             if "weights" in self.asleep:
                 raise RequestError("The weights are released: wake the server first.")
-            await self._engine.commands.carry_out("load_weights", path)
+            await self._replicas.together(
+                lambda engine: engine.commands.carry_out("load_weights", path),
+                lambda engine: engine.commands.carry_out("load_weights", self._weights),
+            )
+            self._weights = path
             self._drop_kv()
 
     @shielded
@@ -108,7 +119,7 @@ class Operator(Shielded):
             tags = tuple(tag for tag in tags if tag not in self.asleep)
             if tags:
                 self._drop_kv()
-                await self._engine.commands.carry_out("sleep", tags=tags)
+                await self._exchange("sleep", "wake", tags)
                 self.asleep |= set(tags)
 
     @shielded
@@ -117,27 +128,37 @@ class Operator(Shielded):
         async with self._lock:
             tags = tuple(tag for tag in tags if tag in self.asleep)
             if tags:
-                await self._engine.commands.carry_out("wake", tags=tags)
+                await self._exchange("wake", "sleep", tags)
                 self.asleep -= set(tags)
                 self._resume_unless_held()
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
-        """Hold the lock with no step in flight. Afterwards the engine continues, unless it is to stay paused
-        or asleep."""
+        """Hold the lock with no step in flight. Afterwards the engines continue, unless they are to stay
+        paused or asleep."""
         async with self._lock:
-            self._engine.paused = True
+            for engine in self._engines:
+                engine.paused = True
             try:
-                await self._engine.quiet()
+                for engine in self._engines:
+                    await engine.quiet()
                 yield
             finally:
                 self._resume_unless_held()
 
     def _resume_unless_held(self) -> None:
         if not self._stays_paused and not self.asleep:
-            self._engine.resume()
+            for engine in self._engines:
+                engine.resume()
+
+    async def _exchange(self, action: Action, back: Action, tags: tuple[Tag, ...]) -> None:
+        await self._replicas.together(
+            lambda engine: engine.commands.carry_out(action, tags=tags),
+            lambda engine: engine.commands.carry_out(back, tags=tags),
+        )
 
     def _drop_kv(self) -> None:
         """Drop all KV: running requests are computed again from their tokens."""
-        self._engine.retract_all()
-        self._engine.flush()
+        for engine in self._engines:
+            engine.retract_all()
+            engine.flush()

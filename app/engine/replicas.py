@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from app.engine.job import Job
 from app.engine.loop import Engine
 from core.config import LoadBalance
-from core.errors import field_error
+from core.errors import EngineFailed, RequestError, field_error
 from core.executor import Capabilities
 from core.stats import EngineStatistics, SchedulerStatistics
 from core.types import Ints
 
+Act = Callable[[Engine], Awaitable[object]]
 SLACK = 1 / 8
 """Replicas whose load is above the least by at most this share of it count as equally loaded: under many
 requests loads always differ a little, and no prefix should be computed again for that."""
@@ -79,6 +80,25 @@ class Replicas:
             return min(loads, key=lambda each: each[1].tokens)[0]
         return order[0]
 
+    # -- commands ----------------------------------------------------------------------------------
+
+    async def together(self, act: Act, undo: Act) -> None:
+        """`act` on all of them at once. Where some alone refuse, `undo` on the others, so that all stay
+        equal; they end if that is refused too. Raises `RequestError` and `EngineFailed`."""
+        refused = await _refusals(self.engines, act)
+        if not refused:
+            return
+        first, error = next(iter(refused.items()))
+        others = [engine for engine in self.engines if engine not in refused]
+        if not others or not isinstance(error, RequestError):
+            raise error
+        if lost := await _refusals(others, undo):
+            first.fail(f"replicas differ: {error}; the others could not undo it: {next(iter(lost.values()))}")
+            raise EngineFailed(self.failure or "")
+        number = self.engines.index(first)
+        message = f"Replica {number} refused, and on the others it was undone: {error.message}"
+        raise RequestError(message, error.param, error.code)
+
     # -- failure -----------------------------------------------------------------------------------
 
     def _failed(self, failed: Engine, reason: str) -> None:
@@ -118,6 +138,16 @@ class Replicas:
     def statistics(self) -> list[EngineStatistics]:
         """Of each replica."""
         return [engine.statistics() for engine in self.engines]
+
+
+async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseException]:
+    """`act` on each at once; the errors."""
+    answers = await asyncio.gather(*(act(engine) for engine in engines), return_exceptions=True)
+    return {
+        engine: answer
+        for engine, answer in zip(engines, answers, strict=True)
+        if isinstance(answer, BaseException)
+    }
 
 
 def _by_prefix(loads: Sequence[tuple[Engine, SchedulerStatistics]], job: Job, prompt: Ints) -> Engine:

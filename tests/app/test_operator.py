@@ -29,7 +29,7 @@ async def bench(tokenizer: Tokenizer) -> Bench:
 
 @pytest.fixture
 def operator(bench: Bench, tmp_path: Path) -> Operator:
-    return Operator(bench.engine, tmp_path / "traces")
+    return Operator(bench.replicas, tmp_path / "traces")
 
 
 async def finish(bench: Bench, *runs: object) -> None:
@@ -49,7 +49,7 @@ async def held(bench: Bench, work: asyncio.Task[None]) -> None:
 
 async def test_slowed_down_one_step_is_planned_at_a_time(tokenizer: Tokenizer, tmp_path: Path) -> None:
     bench = Bench(tokenizer)
-    operator = Operator(bench.engine, tmp_path)
+    operator = Operator(bench.replicas, tmp_path)
     operator.slow_down(60)
     run = await bench.start("a", 12)
     await settle()

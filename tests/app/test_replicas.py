@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from app.engine.job import BeamOptions
+from app.engine.operator import Operator, PauseMode
 from app.engine.replicas import SLACK
+from app.engine.watchdog import Watchdog
 from app.text.tokenizer import Tokenizer
 from core.config import LoadBalance
-from core.errors import RequestError, Unavailable
+from core.errors import EngineFailed, RequestError, Unavailable
 from core.types import FinishReason, RootKey
 from tests.rigs.executor import oracle
 from tests.rigs.step_loop import VOCAB, Bench
@@ -248,3 +252,174 @@ async def test_an_abort_reaches_jobs_on_every_replica(tokenizer: Tokenizer) -> N
     await work(bench)
     assert {bench.reason(f"r{i}-0") for i in range(6)} == {FinishReason.ABORT}
     assert bench.submitter.idle
+
+
+# -- the operator --------------------------------------------------------------------------------------
+
+
+class Operated:
+    """Replicas whose devices go on by themselves, and their operator."""
+
+    def __init__(self, tokenizer: Tokenizer, traces: Path, count: int = 3) -> None:
+        self.bench = Bench(tokenizer, replicas=count)
+        self.operator = Operator(self.bench.replicas, traces, "first")
+
+    def commands(self) -> list[list[tuple[str, str]]]:
+        return [[(each.action, each.path) for each in executor.commands] for executor in self.bench.executors]
+
+    async def answers(self) -> None:
+        """Every replica answers as alone."""
+        for replica in range(len(self.bench.engines)):
+            ids = prompt(replica, 20)
+            await (await self.bench.start(f"check{replica}", 6, prompt=ids, replica=replica)).wait()
+            await settle()
+            assert self.bench.tokens(f"check{replica}-0")[-6:] == oracle(ids.tolist(), 6, VOCAB)
+
+
+@pytest.fixture
+async def operated(tokenizer: Tokenizer, tmp_path: Path) -> Operated:
+    return Operated(tokenizer, tmp_path / "traces")
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract", "abort"])
+async def test_a_pause_holds_every_replica(operated: Operated, mode: PauseMode) -> None:
+    bench, operator = operated.bench, operated.operator
+    for executor in bench.executors:
+        executor.eager = False
+    for i in range(3):
+        await bench.start(f"r{i}", 9, prompt=prompt(i, 20), replica=i)
+    await settle()
+    pausing = asyncio.create_task(operator.pause(mode))
+    for executor in bench.executors:
+        await settle()
+        assert not pausing.done()
+        executor.complete(len(executor.pending))
+    await pausing
+    await bench.start("late", 4, replica=1)
+    await settle()
+    assert not any(executor.pending for executor in bench.executors) and operator.paused
+    await operator.resume()
+    await settle()
+    await work(bench)
+    for i in range(3):
+        if mode == "abort":
+            assert bench.reason(f"r{i}-0") is FinishReason.ABORT
+        else:
+            assert bench.tokens(f"r{i}-0") == oracle(prompt(i, 20).tolist(), 9, VOCAB)
+    assert len(bench.tokens("late-0")) == 4
+
+
+async def test_weights_and_sleep_reach_every_replica(operated: Operated) -> None:
+    await operated.answers()
+    await operated.operator.load_weights("second")
+    assert not any(engine.load().cache.cached for engine in operated.bench.engines)
+    await operated.answers()
+    await operated.operator.sleep()
+    assert operated.operator.paused
+    await operated.operator.wake()
+    await operated.answers()
+    each = [("load_weights", "second"), ("sleep", ""), ("wake", "")]
+    assert operated.commands() == [each] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "undone"),
+    [
+        ("load_weights", [("load_weights", "second"), ("load_weights", "first")]),
+        ("sleep", [("sleep", ""), ("wake", "")]),
+        ("wake", [("sleep", ""), ("wake", ""), ("sleep", "")]),
+    ],
+)
+async def test_what_one_replica_refuses_is_undone_on_the_others(
+    operated: Operated, name: str, undone: list[tuple[str, str]]
+) -> None:
+    bench, operator = operated.bench, operated.operator
+    if name == "wake":
+        await operator.sleep()
+    bench.executors[1].refuse = "it is full"
+    with pytest.raises(RequestError, match=r"Replica 1 refused.*it is full"):
+        await {"load_weights": lambda: operator.load_weights("second"), "sleep": operator.sleep,
+               "wake": operator.wake}[name]()  # fmt: skip
+    bench.executors[1].refuse = None
+    assert operated.commands() == [undone, undone[:-1], undone]
+    assert operator.paused == (name == "wake")
+    assert operator.asleep == ({"weights", "kv_cache"} if name == "wake" else frozenset())
+    await operator.wake()
+    await operated.answers()
+
+
+async def test_what_all_refuse_is_refused_as_by_one(operated: Operated) -> None:
+    for executor in operated.bench.executors:
+        executor.refuse = "not the same model"
+    with pytest.raises(RequestError, match=r"^not the same model"):
+        await operated.operator.load_weights("second")
+    assert operated.commands() == [[("load_weights", "second")]] * 3
+
+
+async def test_replicas_that_stay_unequal_end(operated: Operated) -> None:
+    bench = operated.bench
+    bench.executors[0].holds = True
+    bench.executors[1].refuse = "it is full"
+    loading = asyncio.create_task(operated.operator.load_weights("second"))
+    await settle()
+    bench.executors[0].carry_out()
+    bench.executors[0].holds, bench.executors[0].refuse = False, "the old file is gone"
+    with pytest.raises(EngineFailed, match="replicas differ"):
+        await loading
+    assert bench.replicas.failure is not None and all(engine.failure for engine in bench.engines)
+
+
+async def test_a_failure_answers_who_waits_for_another_replica(operated: Operated) -> None:
+    bench = operated.bench
+    bench.executors[0].holds = True
+    loading = asyncio.create_task(operated.operator.load_weights("second"))
+    await settle()
+    assert not loading.done()
+    bench.engines[2].fail("the device was lost")
+    with pytest.raises(EngineFailed, match="the device was lost"):
+        await loading
+
+
+async def test_a_profile_is_of_the_first_replica(operated: Operated) -> None:
+    await operated.operator.start_profile()
+    path = await operated.operator.stop_profile()
+    assert operated.commands() == [[("profile_start", ""), ("profile_stop", str(path))], [], []]
+
+
+async def test_slowed_down_every_replica_waits_between_steps(operated: Operated) -> None:
+    bench = operated.bench
+    operated.operator.slow_down(60)
+    for replica in range(3):
+        await bench.start(f"r{replica}", 12, replica=replica)
+    await settle()
+    assert [engine.load().steps for engine in bench.engines] == [1, 1, 1]
+    operated.operator.slow_down(0)
+    await settle()
+    assert all(len(bench.tokens(f"r{replica}-0")) == 12 for replica in range(3))
+
+
+# -- the watchdog --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stuck", [0, 2])
+async def test_a_replica_that_hangs_is_found_beside_others_that_work(
+    tokenizer: Tokenizer, stuck: int
+) -> None:
+    bench, now = Bench(tokenizer, eager=False, replicas=3), 0.0
+    watchdogs = [Watchdog(engine, 8.0, lambda: now) for engine in bench.engines]
+    for i in range(3):
+        await bench.start(f"r{i}", 100, replica=i)
+    await settle()
+    for round in range(40):
+        for number, executor in enumerate(bench.executors):
+            if (number != stuck or round < 3) and executor.pending:
+                executor.complete()
+        await settle()
+        now += 2.0
+        for watchdog in watchdogs:
+            watchdog.check()
+        if bench.replicas.failure:
+            break
+    assert round < 3 + 8 and bench.replicas.hung
+    assert {bench.reason(f"r{i}-0") for i in range(3)} == {FinishReason.ERROR}
+    bench.replicas.close()
