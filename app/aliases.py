@@ -34,6 +34,7 @@ RENAMED: Mapping[str, str] = {
     "--fastapi-root-path": "--root-path",
     "--lora-paths": "--lora",
     "--tp-size": "--tp",
+    "--dp-size": "--dp",
     "--speculative-draft-model": "--speculative-draft-model-path",
     "--speculative-ngram-min-match-window-size": "--speculative-prompt-lookup-min",
     "--speculative-ngram-max-match-window-size": "--speculative-prompt-lookup-max",
@@ -49,6 +50,7 @@ RENAMED: Mapping[str, str] = {
     "--tensor-parallel-size": "--tp",
     "--max-loras": "--max-loras-per-batch",
     "--max-cpu-loras": "--max-loaded-loras",
+    "--data-parallel-size": "--dp",
 }
 """Flags that take a value, to ours."""
 
@@ -98,6 +100,14 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "--tool-parser": _TOOLS,
     "--reasoning-parser": _REASONING,
     "--speculative-algorithm": ALGORITHMS,
+    "--load-balance-method": {
+        "auto": "cached-prefix",
+        "round_robin": "round-robin",
+        "shortest_queue": "shortest-queue",
+        "total_requests": "shortest-queue",
+        "minimum_tokens": "fewest-tokens",
+        "total_tokens": "fewest-tokens",
+    },
 }
 """By our flag: their names of values that we have too. Other values stay, and are refused if unknown."""
 
@@ -150,8 +160,6 @@ IGNORED_VALUES: Mapping[str, str] = {
 ONLY: Mapping[str, str] = {
     "--pp-size": "1",
     "--pipeline-parallel-size": "1",
-    "--dp-size": "1",
-    "--data-parallel-size": "1",
     "--lora-dtype": "auto",
     "--lora-eviction-policy": "lru",
 }

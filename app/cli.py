@@ -25,6 +25,7 @@ from core.config import (
     Config,
     LoraConfig,
     ModelConfig,
+    ParallelConfig,
     ScheduleConfig,
     ServeConfig,
     SpeculativeConfig,
@@ -41,6 +42,7 @@ ENGINE_GROUPS: Groups = (
     ("schedule", ScheduleConfig),
     ("speculative", SpeculativeConfig),
     ("lora", LoraConfig),
+    ("parallel", ParallelConfig),
 )
 GROUPS: Groups = (*ENGINE_GROUPS, ("serve", ServeConfig))
 

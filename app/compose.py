@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from core.executor import Capabilities, Executor
 from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
 from gpu.build import Beside, Drafting, build_executor, pooling_of
+from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler, Refused
 from gpu.weights import config_from_gguf
 
@@ -89,14 +91,15 @@ def load(config: Config, progress: Progress) -> Live:
     generates = spec.task == "generate"
     grammars = _grammars(tokenizer, spec.vocab_size, helper) if generates else None
     drafting = _drafting(config, progress)
-    executor = build_executor(
-        spec, checkpoint.path, config.model, config.cache, config.schedule, progress, Beside(drafting, limits)
-    )
-    executor.prepare(partial(progress, "graphs"))
+    executors = _executors(config, spec, checkpoint.path, Beside(drafting, limits, config.parallel), progress)
+    executor = executors[0]
     progress("ready", 1.0)
+    if limits is not None and config.parallel.dp > 1:
+        raise ConfigError("adapters are not available with --dp yet")
     if limits is not None and executor.capabilities.adapters is None:
         raise ConfigError("LoRA adapters are not available for this model on this device.")
-    replicas = Replicas([_engine(executor, config)])
+    engines = [_engine(each, config) for each in executors]
+    replicas = Replicas(engines, config.parallel.load_balance_method)
     card = _card(checkpoint, spec, executor.capabilities, config.model)
     roots = [Path(path) for path in (*config.lora.lora_root, *(a.path for a in adapters))]
     registry = Adapters(replicas.engines[0], executor.capabilities.adapters, (*card.names, SERVED), roots)
@@ -143,6 +146,29 @@ def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compil
     except Refused as error:
         log.warning("constraints are not available: %s", error)
         return None
+
+
+def _executors(
+    config: Config, spec: ModelSpec, source: Path, beside: Beside, progress: Progress
+) -> list[LocalExecutor]:
+    """One for each replica, ready to run."""
+    made: list[LocalExecutor] = []
+    with ExitStack() as refused:
+        for replica in range(config.parallel.dp):
+            executor = build_executor(
+                spec,
+                source,
+                config.model,
+                config.cache,
+                config.schedule,
+                progress,
+                beside._replace(replica=replica),
+            )
+            refused.callback(executor.close)
+            executor.prepare(partial(progress, "graphs"))
+            made.append(executor)
+        refused.pop_all()
+    return made
 
 
 def _engine(executor: Executor, config: Config) -> Engine:

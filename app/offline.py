@@ -41,6 +41,7 @@ from core.config import (
     Config,
     LoraConfig,
     ModelConfig,
+    ParallelConfig,
     ScheduleConfig,
     SpeculativeConfig,
     check_speculation,
@@ -383,6 +384,7 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
         "schedule": ScheduleConfig,
         "speculative": SpeculativeConfig,
         "lora": LoraConfig,
+        "parallel": ParallelConfig,
     }
     left: dict[str, Any] = {"model": model}
     for name, value in settings.items():

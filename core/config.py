@@ -58,7 +58,6 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "cpu", "cuda"],
         "auto: a supported GPU if there is one, else the CPU",
     ] = "auto"
-    tp: Annotated[int, "tensor parallelism: ranks that divide the model; on a CPU only", Meta(ge=1)] = 1
     attention_backend: Annotated[
         str,
         "attention backend on a GPU: NAME, or prefill=NAME,decode=NAME; empty: the fastest "
@@ -187,6 +186,35 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
         return self.num_steps or max(self.num_draft_tokens - 1, 0)
 
 
+class ParallelConfig(Struct, frozen=True, kw_only=True):
+    """Several devices."""
+
+    tp: Annotated[
+        int, "tensor parallelism: ranks that divide the model, of every replica; on a CPU only", Meta(ge=1)
+    ] = 1
+    dp: Annotated[
+        int,
+        "replicas of the model behind one port, each on GPUs of its own, with its own KV pool and prefixes",
+        Meta(ge=1, le=64),
+    ] = 1
+    load_balance_method: Annotated[
+        LoadBalance,
+        "which replica takes a request that does not name one; cached-prefix: that with the longest cached "
+        "prefix, unless another has less to do by more than this saves; shortest-queue: the fewest requests; "
+        "fewest-tokens: the fewest tokens to do",
+    ] = "cached-prefix"
+    base_gpu_id: Annotated[int, "number of the first GPU", Meta(ge=0)] = 0
+    gpu_id_step: Annotated[
+        int,
+        "distance between the numbers of two GPUs; 0: all replicas on one GPU, which need --mem-fraction",
+        Meta(ge=0),
+    ] = 1
+
+    def gpu(self, replica: int) -> int:
+        """Number of the first GPU of a replica."""
+        return self.base_gpu_id + replica * self.tp * self.gpu_id_step
+
+
 class LoraConfig(Struct, frozen=True, kw_only=True):
     """LoRA adapters. `core.adapters` reads what these name."""
 
@@ -303,6 +331,7 @@ class Config(Struct, frozen=True, kw_only=True):
     schedule: ScheduleConfig = ScheduleConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()
+    parallel: ParallelConfig = ParallelConfig()
     serve: ServeConfig = ServeConfig()
 
 

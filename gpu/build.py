@@ -13,7 +13,14 @@ import msgspec
 import torch
 
 from core.adapters import AdapterLimits
-from core.config import LEAST_STEP, CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
+from core.config import (
+    LEAST_STEP,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    SpeculativeConfig,
+)
 from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
@@ -23,7 +30,7 @@ from core.plan import MASKED_DRAFTS
 from gpu.adapting import Adapting, plan_adapters
 from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
 from gpu.attention.registry import check_cpu_backends
-from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
+from gpu.device import HOPPER, LEAST_FP8, CudaFacts, check_gpus, choose_device, cuda_facts
 from gpu.draft import kernels as draft_kernels
 from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
 from gpu.draft.build import Make as MakeDrafter
@@ -85,10 +92,13 @@ NO_DRAFTS = Drafting(SpeculativeConfig(algorithm="none"))
 
 
 class Beside(NamedTuple):
-    """What runs beside the model: drafts, and LoRA adapters; None: none can be loaded."""
+    """What runs beside the model: drafts, LoRA adapters (None: none can be loaded), and other replicas, of
+    which this one has the number `replica`."""
 
     drafting: Drafting = NO_DRAFTS
     adapters: AdapterLimits | None = None
+    parallel: ParallelConfig = ParallelConfig()
+    replica: int = 0
 
 
 NOTHING_BESIDE = Beside()
@@ -132,22 +142,23 @@ def build_executor(
     Raises `ConfigError` (too little memory, a context the model does not have, no such device, attention
     backend or logit processor) or `ModelError` (the checkpoint), before or instead of an executor.
     """
-    target = _target(spec, model)
+    drafting, limits, parallel, replica = beside
+    target = _target(spec, model, parallel, replica)
     schedule = _with_budget(schedule, target.device)
     whole = spec = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
     check_pages(spec, target, cache)
-    group, ranks = choose_ranks(model.tp, target)
-    spec = shard_spec(whole, model.tp)
+    group, ranks = choose_ranks(parallel.tp, target)
+    spec = shard_spec(whole, parallel.tp)
     device, dtype = target.device, target.dtype
     sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
     dummy = model.load_format == "dummy"
-    drafting, limits = beside
     draft = read_drafting(drafting.settings, drafting.path, whole, dummy, spec_of)
     shards = [ALONE if rank is None else rank.shard for rank in ranks]
     adapting = [plan_adapters(spec, limits, dtype, shard) for shard in shards]
     progress("memory", 0.0)
-    memory = _memory(spec, target, sizes, cache, (draft, adapting[0]))
+    sharing = (draft, adapting[0], parallel.dp)
+    memory = _memory(spec, target, sizes, cache, sharing)
 
     loader = _Loader(spec, source, target, dummy, progress)
     with device_thread(device):
@@ -155,9 +166,7 @@ def build_executor(
         models = loader.load_all(ranks)
         if device.type == "cuda":
             # Weights are what they are now; before, they were reckoned.
-            memory = _memory(
-                spec, target, sizes, cache, (draft, adapting[0]), loaded=free - free_bytes(device)
-            )
+            memory = _memory(spec, target, sizes, cache, sharing, loaded=free - free_bytes(device))
         for line in memory_table(memory):
             log.info("%s", line)
         sizes = sizes._replace(context=min(sizes.context, memory.tokens))
@@ -312,9 +321,12 @@ def plain_ops(
     return lambda view: kind(TorchOps(view, attention), rank, vocab)
 
 
-def _target(spec: ModelSpec, model: ModelConfig) -> Target:
-    facts = CudaFacts("none was asked for") if model.device == "cpu" else cuda_facts()
-    device = choose_device(model.device, facts)
+def _target(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, replica: int) -> Target:
+    facts, gpu = CudaFacts("none was asked for"), parallel.gpu(replica)
+    if model.device != "cpu":
+        check_gpus(parallel)
+        facts = cuda_facts(gpu)
+    device = choose_device(model.device, facts, gpu)
     if model.device == "auto" and facts.reason:
         log.info("on the CPU: %s", facts.reason)
     name: str = model.dtype
@@ -390,10 +402,10 @@ def _memory(
     target: Target,
     sizes: Sizes,
     cache: CacheConfig,
-    beside: tuple[Draft | None, Adapting | None],
+    beside: tuple[Draft | None, Adapting | None, int],
     loaded: int = 0,
 ) -> MemoryPlan:
-    needs, (draft, adapting) = None, beside
+    needs, (draft, adapting, replicas) = None, beside
     limits, adapters = (None, 0) if adapting is None else (adapting.limits, adapting.device_bytes)
     available = free_bytes(target.device)
     rows, tokens, _ = sizes
@@ -408,7 +420,7 @@ def _memory(
             page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
             needs = needs._replace(drafts=draft.held_bytes(spec, sizes, samples, target.dtype), page=page)
     else:
-        available = available // spec.ranks - adapters  # ranks of a CPU share its memory
+        available = available // (replicas * spec.ranks) - adapters  # all share a CPU's memory
     return plan_memory(spec, target.dtype, cache, available, rows * sizes.context, needs, loaded)
 
 

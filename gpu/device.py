@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from core.config import ParallelConfig
 from core.errors import ConfigError
 
 LEAST_CAPABILITY = (8, 0)
@@ -28,13 +29,13 @@ class CudaFacts(NamedTuple):
     processors: int = 0
 
 
-def cuda_facts() -> CudaFacts:
-    """Look at the first GPU of this host."""
+def cuda_facts(gpu: int = 0) -> CudaFacts:
+    """Look at one GPU of this host."""
     if torch.version.cuda is None:
         return CudaFacts("this build of torch has no CUDA: install one from PyPI")
     if not torch.cuda.is_available():
         return CudaFacts("torch finds no GPU: look at nvidia-smi and at CUDA_VISIBLE_DEVICES")
-    found = torch.cuda.get_device_properties(0)
+    found = torch.cuda.get_device_properties(gpu)
     capability = (found.major, found.minor)
     if capability < LEAST_CAPABILITY:
         return CudaFacts(
@@ -46,7 +47,17 @@ def cuda_facts() -> CudaFacts:
     return CudaFacts("", found.name, capability, found.multi_processor_count)
 
 
-def choose_device(wanted: str, facts: CudaFacts) -> torch.device:
+def check_gpus(parallel: ParallelConfig) -> None:
+    """Raises `ConfigError` where the host has GPUs, but not those of every replica."""
+    found, last = torch.cuda.device_count(), parallel.gpu(parallel.dp - 1)
+    if 0 < found <= last:
+        raise ConfigError(
+            f"--dp {parallel.dp} with --base-gpu-id {parallel.base_gpu_id} and --gpu-id-step "
+            f"{parallel.gpu_id_step} needs GPUs up to number {last}, the last one here is {found - 1}."
+        )
+
+
+def choose_device(wanted: str, facts: CudaFacts, gpu: int = 0) -> torch.device:
     """The device for `--device`: auto, cpu or cuda. Raises `ConfigError` with the reason where `--device
     cuda` finds no usable GPU.
 
@@ -56,4 +67,4 @@ def choose_device(wanted: str, facts: CudaFacts) -> torch.device:
         return torch.device("cpu")
     if facts.reason:
         raise ConfigError(f"--device cuda: {facts.reason}. --device cpu runs without one.")
-    return torch.device("cuda", 0)
+    return torch.device("cuda", gpu)

@@ -7,7 +7,8 @@ compiles what `gpu/grammar/structural_tag_lark.py` does not translate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -39,8 +40,15 @@ _FORMATS = frozenset(
 )
 
 
+class _Batches(threading.local):
+    """A pool of threads that fills masks, for each launch thread: replicas share grammars."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.batch = make()
+
+
 class XgrammarBackend:
-    """Compiles on any thread; is its own stepper on the launch thread."""
+    """Compiles on any thread; is its own stepper on launch threads."""
 
     def __init__(self, table: TokenTable, threads: int) -> None:
         """Imports the library (1 s) and reads the vocabulary (0.1 s): call it before serving."""
@@ -49,7 +57,7 @@ class XgrammarBackend:
         self._library: Any = xgrammar
         self._table = table
         self._names = control_token_ids(table)
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
+        self._batches = _Batches(partial(xgrammar.BatchGrammarMatcher, max_threads=threads))
         self.words = -(-table.width // 32)
         self._info = lru_cache(MAX_VOCABULARIES)(self._make_info)
         self._info(frozenset())
@@ -103,7 +111,7 @@ class XgrammarBackend:
     def fill(self, states: Sequence[Any], rows: Sequence[int], bits: Bits) -> None:
         """See `Stepper.fill`."""
         try:
-            self._batch.batch_fill_next_token_bitmask(list(states), bits, list(rows))
+            self._batches.batch.batch_fill_next_token_bitmask(list(states), bits, list(rows))
         except RuntimeError:  # of one matcher: find it, and leave its row empty
             for state, row in zip(states, rows, strict=True):
                 bits[row] = 0

@@ -118,6 +118,13 @@ def test_what_changes_nothing_is_ignored_with_a_notice(flag: str, capsys: pytest
     assert error.count("\n") == 1
 
 
+def test_replicas_have_their_names() -> None:
+    ours = read("--dp 4 --base-gpu-id 2 --gpu-id-step 2 --load-balance-method fewest-tokens")
+    assert read("--dp-size 4 --base-gpu-id 2 --gpu-id-step 2 --load-balance-method total_tokens") == ours
+    assert ours.parallel.dp == read("--data-parallel-size 4").parallel.dp == 4
+    assert [ours.parallel.gpu(replica) for replica in range(4)] == [2, 4, 6, 8]
+
+
 def test_no_bound_is_no_bound() -> None:
     assert parse(["--chunked-prefill-size", "-1", "--max-model-len", "auto"]) == parse([])
 

@@ -139,7 +139,7 @@ def test_adapters_are_sliced_as_what_they_change(name: str, count: int, tmp_path
         model = Decoder(spec_of(path).shard(shard.ranks), torch.float32, torch.device("meta"), shard)
         layout = AdapterLayout([each.shape for each in model.adaptable], LIMITS, torch.float32)
         views = layout.views(torch.full((1, layout.bytes), 7, dtype=torch.uint8))
-        read_adapter(saved, layout.shapes, targets, views)
+        read_adapter(saved, layout.shapes, targets, views, spec_of(path).vocab_size)
         found = {}
         for shape, view in zip(layout.shapes, views, strict=True):
             for part, (key, b) in enumerate(

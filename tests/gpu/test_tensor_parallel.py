@@ -21,7 +21,7 @@ from core.adapters import TARGETS
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.command import Command, CommandDone
-from core.config import CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
+from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig, SpeculativeConfig
 from core.errors import ConfigError
 from core.plan import Chunk, NewSlot, PageWrites, StepFailure, StepPlan, StepResult
 from core.request import SamplingParams
@@ -60,7 +60,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHING_BESIDE) -> LocalExecutor:
-    config = ModelConfig(device="cpu", tp=tp, logit_processor=f"only={HERE}:only,broken={HERE}:broken")
+    config = ModelConfig(device="cpu", logit_processor=f"only={HERE}:only,broken={HERE}:broken")
+    beside = beside._replace(parallel=ParallelConfig(tp=tp))
     cache = CacheConfig(page_size=4, kv_tokens=4096)
     made = build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None, beside)
     made.prepare(lambda share: None)
@@ -122,9 +123,9 @@ def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("gpu.build.free_bytes", lambda device: 8 * 2**20)
 
     def tokens(tp: int) -> int:
-        config, schedule = ModelConfig(device="cpu", tp=tp), ScheduleConfig(max_running=512)
-        cache = CacheConfig(page_size=4)
-        made = build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None)
+        config, schedule = ModelConfig(device="cpu"), ScheduleConfig(max_running=512)
+        cache, beside = CacheConfig(page_size=4), Beside(parallel=ParallelConfig(tp=tp))
+        made = build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None, beside)
         return 4 * made.capabilities.num_pages
 
     one, two, four = (tokens(tp) for tp in (1, 2, 4))

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from core import env
-from core.config import CacheConfig, LoraConfig, ModelConfig, ScheduleConfig, ServeConfig, SpeculativeConfig
+from core.config import Config
 from tests.rigs.tree import ROOMS, count, limits
 
 SURFACE = limits()["surface"]
 
 
 def test_settings() -> None:
-    groups = (ModelConfig, CacheConfig, ScheduleConfig, SpeculativeConfig, LoraConfig, ServeConfig)
+    groups = [group.type for group in msgspec.structs.fields(Config)]
     assert sum(len(msgspec.structs.fields(group)) for group in groups) == SURFACE["config_fields"]
 
 

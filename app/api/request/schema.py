@@ -144,6 +144,8 @@ class Generation(Sampling, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int | None = None
+    routed_dp_rank: Int | None = None
+    data_parallel_rank: Int | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
     prompt_cache_key: str | None = None
@@ -222,6 +224,8 @@ class NativeBody(ExtensionFields, kw_only=True):
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
     priority: Int | None = None
+    routed_dp_rank: Int | None = None
+    data_parallel_rank: Int | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
 
