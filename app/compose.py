@@ -94,15 +94,13 @@ def load(config: Config, progress: Progress) -> Live:
     executors = _executors(config, spec, checkpoint.path, Beside(drafting, limits, config.parallel), progress)
     executor = executors[0]
     progress("ready", 1.0)
-    if limits is not None and config.parallel.dp > 1:
-        raise ConfigError("adapters are not available with --dp yet")
     if limits is not None and executor.capabilities.adapters is None:
         raise ConfigError("LoRA adapters are not available for this model on this device.")
     engines = [_engine(each, config) for each in executors]
     replicas = Replicas(engines, config.parallel.load_balance_method)
     card = _card(checkpoint, spec, executor.capabilities, config.model)
     roots = [Path(path) for path in (*config.lora.lora_root, *(a.path for a in adapters))]
-    registry = Adapters(replicas.engines[0], executor.capabilities.adapters, (*card.names, SERVED), roots)
+    registry = Adapters(replicas, executor.capabilities.adapters, (*card.names, SERVED), roots)
     submitter = Submitter(replicas, tokenizer, monotonic, grammars, generates, registry)
     loaded = Loaded(
         card,

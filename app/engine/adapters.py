@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
 
-from app.engine.loop import Engine
+from app.engine.adapter_memory import AdapterMemory, Use
+from app.engine.replicas import Replicas
 from app.engine.shielded import Shielded, shielded
 from core.adapters import NAME, NAMING, AdapterInfo, AdapterLimits
 from core.errors import ConfigError, NotFound, RequestError, field_error
@@ -22,7 +22,7 @@ DISABLED = "adapters are not enabled: start the server with --enable-lora or --l
 
 
 class AdapterStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapters by where they are."""
+    """Adapters of a replica by where they are."""
 
     places: int
     """On the device."""
@@ -34,23 +34,11 @@ class AdapterStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Of which requests may be sent."""
 
 
-class _Use(msgspec.Struct, eq=False):
-    """A loaded adapter, and what must end before it is unloaded."""
-
-    info: AdapterInfo
-    jobs: int = 0
-    placing: bool = False
-    """On its way to the device."""
-    closing: bool = False
-    """Being unloaded: no more jobs."""
-    changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
-
-
 class Adapters(Shielded):
-    """Loads and unloads adapters while requests run.
+    """Loads and unloads adapters of all replicas while requests run.
 
-    An adapter that is loaded was read into host memory once, so that a wrong one is refused then. Later the
-    least recently placed makes way there for others, and is read again when it is needed.
+    An adapter that is loaded was read once by every replica, so that a wrong one is refused then
+    (`app/engine/adapter_memory.py`).
 
     To unload takes two phases: the name is gone at once, then jobs that have the adapter end, then its memory
     is freed. An adapter that is loaded under the same name meanwhile is another one.
@@ -60,7 +48,7 @@ class Adapters(Shielded):
 
     def __init__(
         self,
-        engine: Engine,
+        replicas: Replicas,
         limits: AdapterLimits | None = None,
         reserved: Collection[str] = (),
         roots: Sequence[Path] = (),
@@ -68,20 +56,16 @@ class Adapters(Shielded):
         """`limits` None: adapters are refused. `reserved` are names that none may have. Only directories in
         `roots` are loaded."""
         super().__init__()
-        self._engine = engine
+        self._replicas = replicas
         self._limits = limits
         self._reserved = reserved
         self._roots = [root.expanduser().resolve() for root in roots]
         self._named: dict[str, AdapterInfo] = {}
         self._arriving: dict[str, bool] = {}
         """Names under which adapters are being loaded, and whether pinned."""
-        self._uses: dict[str, _Use] = {}
-        self._host: OrderedDict[str, None] = OrderedDict()
-        """Ids of those in host memory, the least recently placed first."""
-        self._room = asyncio.Lock()
-        """Held while host memory changes hands."""
-        self._copied = asyncio.Event()
-        engine.on_place = self._on_place
+        self._uses: dict[str, Use] = {}
+        host = 0 if limits is None else limits.host
+        self._memories = {engine: AdapterMemory(engine, host, self._uses) for engine in replicas.engines}
 
     # -- by name ---------------------------------------------------------------------------------------
 
@@ -106,14 +90,17 @@ class Adapters(Shielded):
     @shielded
     async def load(self, name: str, path: str, pinned: bool = False, trusted: bool = False) -> AdapterInfo:
         """Read an adapter from a directory; `trusted`: from any. Raises `RequestError` with what is wrong."""
-        limits = self._check(name, pinned)
+        self._check(name, pinned)
         self._arriving[name] = pinned
         try:
             found = await asyncio.to_thread(self._resolved, path, trusted)
             info = AdapterInfo(id=secrets.token_hex(16), name=name, path=str(found), pinned=pinned)
-            use = _Use(info)
+            use = Use(info)
             try:
-                await self._read(use, limits)
+                await self._replicas.together(
+                    lambda engine: self._memories[engine].read(use),
+                    lambda engine: self._memories[engine].free(info.id),
+                )
             except RequestError as error:
                 raise RequestError(error.message, "lora_path", "adapter_refused") from None
         finally:
@@ -121,7 +108,8 @@ class Adapters(Shielded):
         self._uses[info.id] = use
         self._named[name] = info
         if pinned:
-            self._engine.places.pin(info.id)
+            for engine in self._replicas.engines:
+                engine.places.pin(info.id)
         log.info("adapter %s: loaded from %s", name, found)
         return info
 
@@ -138,10 +126,7 @@ class Adapters(Shielded):
             use.changed.clear()
             await use.changed.wait()
         del self._uses[info.id]
-        self._engine.places.forget(info.id)
-        async with self._room:
-            if info.id in self._host:
-                await self._drop(info.id)
+        await asyncio.gather(*(memory.free(info.id) for memory in self._memories.values()))
         log.info("adapter %s: unloaded", name)
         return info
 
@@ -153,14 +138,15 @@ class Adapters(Shielded):
             except RequestError as error:
                 raise ConfigError(f"--lora {each.name}={each.path}: {error}") from None
 
-    def statistics(self) -> AdapterStatistics | None:
+    def statistics(self, replica: int = 0) -> AdapterStatistics | None:
         """Numbers of adapters; None where there can be none."""
         if self._limits is None:
             return None
+        engine = self._replicas.engines[replica]
         return AdapterStatistics(
             places=self._limits.places,
-            taken=self._engine.places.taken,
-            host=len(self._host),
+            taken=engine.places.taken,
+            host=len(self._memories[engine]),
             loaded=len(self._named),
         )
 
@@ -189,7 +175,7 @@ class Adapters(Shielded):
             raise RequestError(f"{DISABLED[0].upper()}{DISABLED[1:]}.", "lora_name", "adapters_off")
         return self._limits
 
-    def _check(self, name: str, pinned: bool) -> AdapterLimits:
+    def _check(self, name: str, pinned: bool) -> None:
         limits = self._enabled()
         if not NAME.fullmatch(name):
             raise RequestError(f"'lora_name' is not a name: {NAMING}.", "lora_name")
@@ -200,7 +186,6 @@ class Adapters(Shielded):
         held = sum(use.info.pinned for use in self._uses.values()) + sum(self._arriving.values())
         if pinned and held + 1 >= min(limits.places, limits.host):
             raise field_error("pinned", f"is refused: {held} adapters are pinned, others need room")
-        return limits
 
     def _resolved(self, path: str, trusted: bool) -> Path:
         """The real directory at `path`, which is not left by links or dots."""
@@ -214,57 +199,3 @@ class Adapters(Shielded):
         if inside:
             raise field_error("lora_path", "is no directory on the server")
         raise field_error("lora_path", "is outside of the directories that --lora-root and --lora name")
-
-    # -- host memory and device --------------------------------------------------------------------------
-
-    async def _read(self, use: _Use, limits: AdapterLimits) -> None:
-        """Have it in host memory, where another makes way. Raises `RequestError`."""
-        id = use.info.id
-        if id in self._host:  # without the lock, whose holder may wait for the copy of this one
-            self._host.move_to_end(id)
-            return
-        async with self._room:
-            while len(self._host) >= limits.host:
-                await self._make_room()
-            self._host[id] = None
-            try:
-                await self._engine.commands.carry_out("adapter_read", use.info.path, adapter=id)
-            except RequestError as error:
-                log.warning("adapter %s at %s: %s", use.info.name, use.info.path, error)
-                del self._host[id]
-                raise
-
-    async def _make_room(self) -> None:
-        """Drop one, or wait until the copy of one is done. Others are never all pinned."""
-        for id in self._host:
-            use = self._uses.get(id)
-            if use is None or not (use.info.pinned or use.placing):
-                await self._drop(id)
-                return
-        self._copied.clear()
-        await self._copied.wait()
-
-    async def _drop(self, id: str) -> None:
-        del self._host[id]
-        await self._engine.commands.carry_out("adapter_drop", adapter=id)
-
-    def _on_place(self, id: str, place: int) -> None:
-        use = self._uses[id]
-        use.placing = True
-        self._begin(f"places {use.info.name}", self._place(use, place), logging.DEBUG)
-
-    async def _place(self, use: _Use, place: int) -> None:
-        """Copy it to the place. Where that fails, its requests end with the reason."""
-        assert self._limits is not None
-        id = use.info.id
-        try:
-            await self._read(use, self._limits)
-            await self._engine.commands.carry_out("adapter_place", adapter=id, place=place)
-            self._engine.places.placed(id)
-            self._engine.wake()
-        except RequestError as error:
-            self._engine.lose(id, f"The adapter '{use.info.name}' cannot be run: {error}")
-        finally:
-            use.placing = False
-            use.changed.set()
-            self._copied.set()

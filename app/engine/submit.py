@@ -74,7 +74,7 @@ class Submitter:
         `adapters` None: jobs have none."""
         self._grammars = grammars
         self._generates = generates
-        self._adapters = adapters or Adapters(replicas.engines[0])
+        self._adapters = adapters or Adapters(replicas)
         self._replicas = replicas
         self._tokenizer = tokenizer
         self._limits = replicas.capabilities

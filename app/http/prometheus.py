@@ -122,7 +122,7 @@ def _process(service: Service, version: str) -> Iterator[Figure]:
 
 def _replica(loaded: Loaded, number: int, s: EngineStatistics) -> Iterator[Labelled]:
     labels = {"model_name": loaded.card.name, "engine": str(number)}
-    for figure in (*_engine(s), *_adapters(loaded, s.scheduler)):
+    for figure in (*_engine(s), *_adapters(loaded, number, s.scheduler)):
         yield labels, figure
 
 
@@ -210,8 +210,8 @@ def _drafts(d: DraftStatistics) -> Iterator[Figure]:
     yield _gauge("loom_accept_ratio", "Share of the drafts accepted, since the start.", d.rate)
 
 
-def _adapters(loaded: Loaded, s: SchedulerStatistics) -> Iterator[Figure]:
-    if loaded.adapters is None or (a := loaded.adapters.statistics()) is None:
+def _adapters(loaded: Loaded, number: int, s: SchedulerStatistics) -> Iterator[Figure]:
+    if loaded.adapters is None or (a := loaded.adapters.statistics(number)) is None:
         return
     yield _gauge("loom_adapters_loaded", "Loaded LoRA adapters.", a.loaded)
     yield _gauge("loom_adapters_host", "LoRA adapters in host memory.", a.host)

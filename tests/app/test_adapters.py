@@ -335,7 +335,7 @@ async def test_taken_names_and_unknown_ones(bench: Bench, root: Path) -> None:
     with pytest.raises(RequestError, match="loaded already"):
         await load(bench, root, "a")
     with pytest.raises(RequestError, match="the model itself"):
-        Adapters(bench.engine, LIMITS, ("a",))._check("a", False)
+        Adapters(bench.replicas, LIMITS, ("a",))._check("a", False)
     with pytest.raises(NotFound):
         await bench.adapters.unload("b")
 

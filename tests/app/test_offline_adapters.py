@@ -42,7 +42,7 @@ def llm(home: Path) -> Iterator[LLM]:
     """With `a`, and room for two on the device and three in host memory; in the peers' words."""
     settings: dict[str, Any] = {"max_loras": 2, "max_cpu_loras": 3, "lora_target_modules": ["all"]}
     with opened(home, enable_lora=True, lora_paths=[f"a={home / 'a'}"], **settings) as loaded:
-        limits = loaded._live.engine.capabilities.adapters
+        limits = loaded._live.replicas.capabilities.adapters
         assert limits is not None and (limits.places, limits.host) == (2, 3)
         yield loaded
 

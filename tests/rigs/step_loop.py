@@ -58,7 +58,7 @@ class Bench:
         ]
         self.executor, self.scheduler, self.engine = self.executors[0], self.schedulers[0], self.engines[0]
         self.replicas = Replicas(self.engines, balance)
-        self.adapters = Adapters(self.engine, adapters, ("org/tiny", "default"), roots)  # type: ignore[arg-type]
+        self.adapters = Adapters(self.replicas, adapters, ("org/tiny", "default"), roots)  # type: ignore[arg-type]
         self.submitter = Submitter(self.replicas, tokenizer, monotonic, adapters=self.adapters)
         self.replicas.start(asyncio.get_running_loop())
         self.pieces: dict[str, list[Piece]] = {}
