@@ -123,8 +123,9 @@ class ReplicaCapacity:
 
     @property
     def load(self) -> int:
-        """Tokens to do."""
-        return self._engine.load().tokens
+        """Requests, and lines that are not queued yet."""
+        statistics = self._engine.load()
+        return statistics.running + statistics.waiting + self._starting()
 
     def add(self, run: BackgroundRun) -> None:
         """Count a run until `release`."""
@@ -165,6 +166,9 @@ class ReplicaCapacity:
         elif statistics.steps - self._since >= MAX_PASSED_OVER:
             self.preempt_all()
 
+    def _starting(self) -> int:
+        return sum(not run.runs for run in self._runs)
+
     def _own_waiting(self) -> int:
         return sum(run.count(State.WAITING) for run in self._runs)
 
@@ -172,7 +176,7 @@ class ReplicaCapacity:
     def idle(self) -> bool:
         """There is capacity for another line."""
         statistics, own = self._engine.load(), self._own_waiting()
-        starting = sum(not run.runs for run in self._runs)
+        starting = self._starting()
         prompts = [n for run in self._runs for n in run.prompts(State.WAITING, State.PREFILL)]
         cache = statistics.cache
         return (

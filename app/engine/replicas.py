@@ -42,6 +42,9 @@ class Replicas:
     as long as the tokens that this saves are not fewer than those that the replica is to do beyond the least
     loaded one (and beyond `SLACK`).
 
+    One loop delivers for all of them, about 100,000 tokens a second: four replicas of a model of 8B on H200s,
+    with 512 rows each, nearly fill it.
+
     When one engine fails, all of them end: a server that answers with a part of its devices would be slow
     for no visible reason.
 

@@ -33,6 +33,42 @@ async def test_a_batch_fills_the_rows_but_the_last(tmp_path: Path) -> None:
         assert rig.scheduler.statistics().waiting == 0
 
 
+async def test_a_batch_fills_all_replicas_alike(tmp_path: Path) -> None:
+    async with Rig(tmp_path, auto=False, rows=16, pages=3001, replicas=3) as rig:
+        await filled(rig, 14)
+        async with asyncio.timeout(PATIENCE):
+            while [scheduler.running for scheduler in rig.schedulers] != [14, 14, 14]:
+                await rig.step()
+                await asyncio.sleep(0.001)
+
+
+async def test_a_request_preempts_lines_of_its_replica_alone(tmp_path: Path) -> None:
+    async with Rig(tmp_path, auto=False, replicas=2) as rig:
+        await filled(rig, 7)
+        async with asyncio.timeout(PATIENCE):
+            while rig.schedulers[1].running < 7:
+                await rig.step()
+                await asyncio.sleep(0.001)
+        before = [set(scheduler.requests()) for scheduler in rig.schedulers]
+        run = await rig.interactive("client", n=3, replica=1)
+        planned = len(rig.executors[1].plans)
+        while len(rig.executors[1].plans) == planned:
+            await rig.step()
+        assert [request.state for request in run.requests] == [State.DECODE] * 3
+        assert before[0] <= set(rig.schedulers[0].requests())
+        assert not before[1] <= set(rig.schedulers[1].requests())
+        run.abort()
+
+
+async def test_batches_of_several_replicas_are_complete(tmp_path: Path) -> None:
+    async with Rig(tmp_path, replicas=2) as rig:
+        batch = await rig.submit([line(f"l{i}", 5, prompt=f"line {i}") for i in range(40)])
+        ended = await rig.ended(batch.id)
+        assert ended.status == "completed" and ended.request_counts is not None
+        assert ended.request_counts.completed == 40
+        assert all(scheduler.counters.finished["length"] > 5 for scheduler in rig.schedulers)
+
+
 @pytest.mark.parametrize("n", [1, 3, 8])
 async def test_a_request_is_admitted_by_the_next_plan(tmp_path: Path, n: int) -> None:
     async with Rig(tmp_path, auto=False) as rig:

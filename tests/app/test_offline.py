@@ -195,3 +195,13 @@ def test_progress_is_shown_on_demand(tmp_path: Path, capsys: pytest.CaptureFixtu
     with load(tmp_path, progress=True) as llm:
         llm.generate(["a", "b"], max_tokens=1)
     assert "2/2" in capsys.readouterr().err
+
+
+def test_replicas_share_the_prompts(llm: LLM, tmp_path: Path) -> None:
+    prompts = [f"prompt {number}" for number in range(12)]
+    expected = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+    with load(tmp_path / "dummy", dp=2, load_balance_method="round_robin") as two:
+        assert two.window == 2 * llm.window
+        assert [output.token_ids for output in two.generate(prompts, GREEDY)] == expected
+        finished = [each.scheduler.finished for each in two._live.submitter.statistics()]
+        assert finished == [{"length": 6}] * 2

@@ -51,6 +51,7 @@ class Rig:
         auto: bool = True,
         rows: int = 8,
         pages: int = 513,
+        replicas: int = 1,
         keys: tuple[str, ...] = (),
         **schedule: Any,
     ) -> None:
@@ -63,11 +64,22 @@ class Rig:
             max_step_tokens=schedule.get("step_tokens", 2048),
         )
         config = ScheduleConfig(**schedule)
-        self.executor = FakeExecutor(capabilities)
-        self.scheduler = Scheduler(capabilities, CacheManager(pages, 4), config, monotonic)
-        self.engine = Engine(self.scheduler, self.executor, 1, monotonic)
+        self.executors = [FakeExecutor(capabilities) for _ in range(replicas)]
+        self.schedulers = [
+            Scheduler(capabilities, CacheManager(pages, 4), config, monotonic) for _ in range(replicas)
+        ]
+        self.replicas = Replicas(
+            [
+                Engine(scheduler, executor, 1, monotonic)
+                for scheduler, executor in zip(self.schedulers, self.executors, strict=True)
+            ]
+        )
+        self.executor, self.scheduler, self.engine = (
+            self.executors[0],
+            self.schedulers[0],
+            self.replicas.engines[0],
+        )
         self.tokenizer = Tokenizer.load(None, VOCAB, [2])
-        self.replicas = Replicas([self.engine])
         self.submitter = Submitter(self.replicas, self.tokenizer, monotonic)
         self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
         self.capacity = BackgroundCapacity(self.replicas)
@@ -81,7 +93,7 @@ class Rig:
         self._stepping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Rig:
-        self.engine.start(asyncio.get_running_loop())
+        self.replicas.start(asyncio.get_running_loop())
         self.runner = Runner(self.app, shutdown_timeout=1.0)
         await self.runner.setup()
         listener = socket.socket()
@@ -103,10 +115,11 @@ class Rig:
         await self.client.close()
         await self.http.close()
         await self.runner.cleanup()
-        self.executor.complete(len(self.executor.pending))
+        for executor in self.executors:
+            executor.complete(len(executor.pending))
         await settle()
-        self.scheduler.check_integrity()
-        self.engine.close()
+        self.replicas.check_integrity()
+        self.replicas.close()
         self.tokenizer.close()
         self.loaded.helper.close()
         self.loaded.bodies.close()
@@ -114,13 +127,16 @@ class Rig:
     async def _step(self) -> None:
         while True:
             await asyncio.sleep(0)
-            if self.executor.pending:
-                self.executor.complete()
+            self._complete()
+
+    def _complete(self) -> None:
+        for executor in self.executors:
+            if executor.pending:
+                executor.complete()
 
     async def step(self) -> None:
-        """Complete one step of the device and run the callbacks that follow."""
-        if self.executor.pending:
-            self.executor.complete()
+        """Complete one step of each device and run the callbacks that follow."""
+        self._complete()
         await settle()
 
     async def upload(self, lines: Sequence[dict[str, Any]] | bytes) -> str:
@@ -155,7 +171,9 @@ class Rig:
         assert len({record["custom_id"] for record in found}) == len(found)
         return {record["custom_id"]: record for record in found}
 
-    async def interactive(self, id: str, prompt: int = 8, n: int = 1, max_tokens: int = 4) -> LiveRun:
+    async def interactive(
+        self, id: str, prompt: int = 8, n: int = 1, max_tokens: int = 4, replica: int | None = None
+    ) -> LiveRun:
         """Start a client's request while batches run."""
         job = Job(
             id=id,
@@ -164,6 +182,7 @@ class Rig:
             max_tokens=max_tokens,
             ignore_eos=True,
             n=n,
+            replica=replica,
         )
         run = await self.submitter.start(job, _ignore)
         assert isinstance(run, LiveRun)
