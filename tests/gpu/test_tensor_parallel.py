@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -65,6 +66,8 @@ def build(path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHIN
     cache = CacheConfig(page_size=4, kv_tokens=4096)
     made = build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None, beside)
     made.prepare(lambda share: None)
+    # Without costs there are drafts in every step, whether or not they pay.
+    made._capabilities = msgspec.structs.replace(made.capabilities, costs=None)
     return made
 
 
@@ -373,3 +376,17 @@ def test_ranks_that_sample_different_tokens_fail(llama: Path, monkeypatch: pytes
     first, failure = executor.results()
     assert first.step == 0 and failure.step == 1
     assert "rank 0 sampled" in failure.reason and "rank 1" in failure.reason
+
+
+def test_one_clock_says_how_much_is_measured_at_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that measured different steps would wait for each other for ever."""
+    asked = set()
+
+    def late(deadline: float) -> bool:
+        asked.add(threading.current_thread().name)
+        return True
+
+    monkeypatch.setattr("gpu.draft.stage.is_late", late)
+    beside = Beside(Drafting(SpeculativeConfig(algorithm="ngram")))
+    build(llama, 2, ScheduleConfig(max_running=16), beside).close()
+    assert asked == {"loom-launch-0"}
