@@ -273,6 +273,12 @@ class _Reader:
         # Either end tells, in a hundredth of the time that every element's own answer takes.
         if not all(math.isfinite(end) for factor in (a, b) for end in torch.aminmax(factor)):
             raise ModelError(f"{module} has values that are not finite")
+        self._store(place, slices, a, b)
+        lora.ranks.clamp_(min=rank)
+
+    def _store(self, place: _Place, slices: Sequence[Slice], a: Tensor, b: Tensor) -> None:
+        """Copy checked factors, of which this rank holds `slices`, to their parts of the matrix."""
+        lora, rank = self._into[place.matrix], a.shape[-2]
         into_a, into_b = lora.a[0], lora.b[0]
         if place.expert >= 0:
             into_a, into_b = into_a[place.expert], into_b[place.expert]
@@ -283,7 +289,6 @@ class _Reader:
             into_a[..., part * lora.rank : part * lora.rank + rank, : own_a.shape[-1]] = own_a
             into_b[..., first : first + own_b.shape[-2], :rank] = own_b
             first += lora.parts[part]
-        lora.ranks.clamp_(min=rank)
 
 
 def _part(own: Slice, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,7 @@ def test_no_bound_is_no_bound() -> None:
     ("line", "words"),
     [
         ("--tp-size 0", ["--tp-size", "0"]),
-        ("--dp-size 2", ["--dp-size 2"]),
+        ("--dp-size 0", ["--dp-size", "0"]),
         ("--tensor-parallel-size", ["--tensor-parallel-size"]),
         ("--quantization awq", ["--quantization", "awq"]),
         ("--tool-call-parser seed_oss", ["--tool-call-parser", "seed_oss", "hermes"]),

@@ -15,6 +15,7 @@ import torch
 
 from app.engine.job import Piece
 from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.submit import LiveRun, Submitter
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
@@ -185,7 +186,7 @@ class Serving(NamedTuple):
         caps = executor.capabilities
         scheduler = Scheduler(caps, CacheManager(caps.num_pages, caps.page_size), schedule, monotonic)
         engine = Engine(scheduler, executor, overlap, monotonic)
-        submitter = Submitter(engine, self.tokenizer, monotonic, self.grammars)
+        submitter = Submitter(Replicas([engine]), self.tokenizer, monotonic, self.grammars)
         engine.start(asyncio.get_running_loop())
         found = []
         for job in jobs():
