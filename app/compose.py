@@ -153,14 +153,11 @@ def _executors(
     made: list[LocalExecutor] = []
     with ExitStack() as refused:
         for replica in range(config.parallel.dp):
+            if config.parallel.dp > 1:
+                log.info("replica %d", replica)
+            own = beside._replace(replica=replica)
             executor = build_executor(
-                spec,
-                source,
-                config.model,
-                config.cache,
-                config.schedule,
-                progress,
-                beside._replace(replica=replica),
+                spec, source, config.model, config.cache, config.schedule, progress, own
             )
             refused.callback(executor.close)
             executor.prepare(partial(progress, "graphs"))

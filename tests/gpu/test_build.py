@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.errors import ConfigError
 from core.models.spec import EncoderSpec
 from core.plan import Chunk, NewSlot, PageWrites, StepFailure, StepPlan, StepResult
 from core.types import NO_TOKENS
-from gpu.build import build_executor, check_pages, choose_fp8, spec_of
+from gpu.build import Beside, build_executor, check_pages, choose_fp8, spec_of
 from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
 from gpu.parts import Target
@@ -104,6 +104,19 @@ def test_stages_are_reported_in_order(path: Path) -> None:
         lambda stage, share: seen.append(stage),
     )
     assert list(dict.fromkeys(seen)) == ["memory", "weights", "pool"]
+
+
+def test_replicas_share_the_memory_of_a_cpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.build.free_bytes", lambda device: 64 * 2**20)
+    schedule, cache = ScheduleConfig(max_running=4096, step_tokens=4096), CacheConfig(mem_fraction=0.5)
+    pages = [
+        build_executor(
+            spec_of(path), path, ModelConfig(), cache, schedule, lambda stage, share: None,
+            Beside(parallel=ParallelConfig(dp=replicas), replica=replicas - 1),
+        ).capabilities.num_pages
+        for replicas in (1, 2, 4)
+    ]  # fmt: skip
+    assert pages[0] == pytest.approx(2 * pages[1], rel=0.1) == pytest.approx(4 * pages[2], rel=0.1)
 
 
 def test_a_context_the_model_does_not_have(path: Path) -> None:
