@@ -210,9 +210,9 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0),
     ] = 1
 
-    def gpu(self, replica: int) -> int:
-        """Number of the first GPU of a replica."""
-        return self.base_gpu_id + replica * self.tp * self.gpu_id_step
+    def gpu(self, replica: int, rank: int = 0) -> int:
+        """Number of the GPU of one of the ranks of a replica."""
+        return self.base_gpu_id + (replica * self.tp + rank) * self.gpu_id_step
 
 
 class LoraConfig(Struct, frozen=True, kw_only=True):

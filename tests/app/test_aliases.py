@@ -123,6 +123,8 @@ def test_replicas_have_their_names() -> None:
     assert read("--dp-size 4 --base-gpu-id 2 --gpu-id-step 2 --load-balance-method total_tokens") == ours
     assert ours.parallel.dp == read("--data-parallel-size 4").parallel.dp == 4
     assert [ours.parallel.gpu(replica) for replica in range(4)] == [2, 4, 6, 8]
+    ranks = read("--tp 2 --dp 2 --base-gpu-id 1").parallel
+    assert [ranks.gpu(replica, rank) for replica in range(2) for rank in range(2)] == [1, 2, 3, 4]
 
 
 def test_no_bound_is_no_bound() -> None:

@@ -18,6 +18,14 @@ from tests.rigs.wait import PATIENCE
 WITHIN = 1.0
 """Seconds until health must report the failure."""
 
+PARALLEL = (
+    ("--tp", "1", "--dp", "1"),
+    ("--tp", "2"),
+    ("--dp", "2", "--load-balance-method", "round_robin"),
+)
+"""Of two ranks one breaks, and the other waits for it. Of two replicas one has the other stream, and the second
+breaks."""
+
 BODY = {"prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
@@ -44,10 +52,11 @@ async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], lis
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("cuda", 1, marks=pytest.mark.gpu)]
+    ("device", "parallel"),
+    [*(("cpu", each) for each in PARALLEL), pytest.param("cuda", PARALLEL[0], marks=pytest.mark.gpu)],
 )
-async def test_a_step_that_fails(tmp_path: Path, device: str, ranks: int) -> None:
-    more = ["--device", device, "--tp", str(ranks), "--logit-processor", "fault=tests.rigs.processors:fault"]
+async def test_a_step_that_fails(tmp_path: Path, device: str, parallel: tuple[str, ...]) -> None:
+    more = ["--device", device, *parallel, "--logit-processor", "fault=tests.rigs.processors:fault"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
         other, breaking, delay = await failing(server)
         assert server.wait() != 0
@@ -60,17 +69,9 @@ async def test_a_step_that_fails(tmp_path: Path, device: str, ranks: int) -> Non
     assert "the engine failed" in log
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_device_that_hangs(tmp_path: Path, ranks: int) -> None:
-    """With two ranks one hangs, and the other waits for it."""
-    more = [
-        "--tp",
-        str(ranks),
-        "--logit-processor",
-        "hang=tests.rigs.processors:hang",
-        "--watchdog-timeout",
-        "1",
-    ]
+@pytest.mark.parametrize("parallel", PARALLEL)
+async def test_a_device_that_hangs(tmp_path: Path, parallel: tuple[str, ...]) -> None:
+    more = [*parallel, "--logit-processor", "hang=tests.rigs.processors:hang", "--watchdog-timeout", "1"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
         other, breaking, delay = await failing(server, "hang")
         assert server.wait() == HUNG
