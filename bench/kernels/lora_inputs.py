@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from bench.kernels.inputs import scalar
-from gpu.lora import LoraMatrix, LoraRows
+from core.adapters import AdapterLimits
+from gpu.adapters.pool import AdapterLayout
+from gpu.lora import LoraMatrix, LoraRows, LoraShape
 from gpu.state.view import StepView
 
 
@@ -38,21 +40,22 @@ def lora_matrix(
     experts: tuple[int, int] | None = None,
 ) -> LoraMatrix:
     """A place for each of `ranks`, padded to `rank` (default: the largest) with zeros; deltas have about the
-    magnitude of the inputs. `experts`: of how many A and B are, 1 where all experts share it."""
+    magnitude of the inputs. `experts`: of how many A and B are, 1 where all experts share it. Places lie as
+    in a server's pool, with other bytes between their matrices."""
     rank = rank or max(ranks)
-    places, outputs = len(ranks), sum(parts)
-    many = (1, 1) if experts is None else experts
-    a = torch.randn(places, many[0], len(parts), rank, inputs, device=device) * inputs**-0.5
-    b = torch.randn(places, many[1], outputs, rank, device=device) * rank**-0.5
+    places, outputs, many = len(ranks), sum(parts), (0, 0) if experts is None else experts
+    shape = LoraShape({f"{part}.x": size for part, size in enumerate(parts)}, inputs, max(many))
+    limits = AdapterLimits(places=places, max_rank=rank, host=1, targets=("x",))
+    layout = AdapterLayout([shape], limits, dtype)
+    (made,) = layout.views(torch.full((places, layout.bytes), 7, dtype=torch.uint8, device=device))
+    count_a, count_b = ([each] if each else [] for each in many)
+    made.a.copy_(torch.randn(places, *count_a, len(parts) * rank, inputs, device=device) * inputs**-0.5)
+    made.b.copy_(torch.randn(places, *count_b, outputs, rank, device=device) * rank**-0.5)
     for place, own in enumerate(ranks):
-        a[place, :, :, own:] = 0
-        b[place, ..., own:] = 0
-    a, b = a.flatten(2, 3).to(dtype), b.to(dtype)
-    if experts is None:
-        a, b = a[:, 0], b[:, 0]
-    else:  # of one that all share, as many views
-        a, b = (each.expand(-1, max(many), -1, -1) for each in (a, b))
-    return LoraMatrix(a, b, torch.tensor(ranks, dtype=torch.int32, device=device), parts)
+        made.a[place].unflatten(-2, (len(parts), rank))[..., own:, :] = 0
+        made.b[place, ..., own:] = 0
+        made.ranks[place] = own
+    return made
 
 
 def slots_view(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -67,8 +66,6 @@ def build(path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHIN
     cache = CacheConfig(page_size=4, kv_tokens=4096)
     made = build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None, beside)
     made.prepare(lambda share: None)
-    # Without costs there are drafts in every step, whether or not they pay.
-    made._capabilities = msgspec.structs.replace(made.capabilities, costs=None)
     return made
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from core.cache.manager import CacheManager
@@ -35,10 +36,12 @@ class Answer(NamedTuple):
 
 
 class Driver:
-    """Runs lists of requests until they finish. The test must close it."""
+    """Runs lists of requests until they finish, with drafts in each step that may have some. The test must
+    close it."""
 
     def __init__(self, executor: Executor, schedule: ScheduleConfig, radix: bool = True) -> None:
-        caps = executor.capabilities
+        # Without measured costs: on a GPU a tiny draft model never pays, and nothing would be drafted.
+        caps = msgspec.structs.replace(executor.capabilities, costs=None)
         self._executor = executor
         self._depth = schedule.overlap_depth
         self._arrived = threading.Semaphore(0)

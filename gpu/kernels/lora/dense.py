@@ -70,17 +70,25 @@ def lora_config(rows: int, lora: LoraMatrix) -> LoraConfig:
 
 class _Sizes(NamedTuple):
     """Constants of both kernels: those of a matrix and of the list; `block_r` is the power of two of at least
-    `rank` (`shrink`: of all parts' ranks together) that a tensor core takes."""
+    `rank` (`shrink`: of all parts' ranks together) that a tensor core takes, `by_place` the words from the
+    rank of one place to that of the next."""
 
     places: int
     block_p: int
     rank: int
     block_r: int
+    by_place: int
 
 
 def _sizes(lora: LoraMatrix, rank: int) -> _Sizes:
     places = lora.a.shape[0]
-    return _Sizes(places, pow2(places + 1), rank, max(pow2(rank), 16))
+    return _Sizes(places, pow2(places + 1), rank, max(pow2(rank), 16), lora.ranks.stride(0))
+
+
+@jit
+def _rank_of(ranks: tl.tensor, place: tl.tensor, there: tl.tensor, SIZES: tl.constexpr) -> tl.tensor:
+    """Rank of the adapter at `place`, which lies beside its factors; 0 unless `there`."""
+    return tl.load(ranks + place.to(tl.int64) * SIZES.by_place, mask=there, other=0)
 
 
 @jit_loose("n")
@@ -106,7 +114,7 @@ def _shrink(
     m = tl.arange(0, BLOCK_M)
     inside = m < count
     row = tl.load(rows.order + first + m, mask=inside, other=0)
-    changed = tl.load(ranks + place, mask=count > 0, other=0)
+    changed = _rank_of(ranks, place, count > 0, SIZES)
     begin(PDL)
     if changed == 0:
         return
@@ -231,7 +239,7 @@ def _expand(
     m = tl.arange(0, BLOCK_M)
     inside = m < count
     row = tl.load(rows.order + first + m, mask=inside, other=0)
-    changed = tl.load(ranks + place, mask=count > 0, other=0)
+    changed = _rank_of(ranks, place, count > 0, SIZES)
     part, start, end = outputs_of(tl.program_id(1), OUTPUTS, BLOCK_N)
     cols = start + tl.arange(0, BLOCK_N)
     r = tl.arange(0, SIZES.block_r)
@@ -342,7 +350,7 @@ def _expand_silu(
     m = tl.arange(0, BLOCK_M)
     inside = m < count
     row = tl.load(rows.order + first + m, mask=inside, other=0)
-    changed = tl.load(ranks + place, mask=(count > 0) & (place < SIZES.places), other=0)
+    changed = _rank_of(ranks, place, (count > 0) & (place < SIZES.places), SIZES)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     b_at = b + place.to(tl.int64) * stride
     end = tl.where(changed > 0, N, 0)

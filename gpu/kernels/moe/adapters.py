@@ -31,12 +31,13 @@ _NONE: tl.constexpr = tl.constexpr(2**30)
 
 class DeltaShape(NamedTuple):
     """Constants of a delta: pairs of a row, elements of B from one place to the next and from one expert to
-    the next, the adapters' rank, that of all parts together and the power of two that holds it, and the parts
-    of `h`."""
+    the next, and of `ranks` from one place to the next, the adapters' rank, that of all parts together and
+    the power of two that holds it, and the parts of `h`."""
 
     top_k: int
     by_place: int
     by_expert: int
+    rank_by_place: int
     rank: int
     wide: int
     block_r: int
@@ -48,7 +49,7 @@ class Delta(NamedTuple):
 
     h       float32 [parts, T * k, all ranks]
     b       [places, experts, outputs, rank]
-    ranks   int32 [places]
+    ranks   int32 [places], as far apart as the places
     places  int32 [T], -1 for none
     """
 
@@ -59,10 +60,13 @@ class Delta(NamedTuple):
 
 
 @jit
-def _adapters(places: tl.tensor, ranks: tl.tensor, row: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """The places of the rows `inside`; _NONE of others and of those whose adapter leaves the matrix alone."""
+def _adapters(
+    places: tl.tensor, ranks: tl.tensor, row: tl.tensor, inside: tl.tensor, BY_PLACE: tl.constexpr
+) -> tl.tensor:
+    """The places of the rows `inside`; _NONE of others and of those whose adapter leaves the matrix alone.
+    `ranks` of places are BY_PLACE words apart."""
     place = tl.load(places + row, mask=inside, other=-1)
-    rank = tl.load(ranks + place, mask=place >= 0, other=0)
+    rank = tl.load(ranks + place.to(tl.int64) * BY_PLACE, mask=place >= 0, other=0)
     return tl.where(rank > 0, place, _NONE)
 
 
@@ -79,6 +83,7 @@ def _shrink_pairs(
     K: tl.constexpr,
     BY_PLACE: tl.constexpr,
     BY_EXPERT: tl.constexpr,
+    RANK_BY_PLACE: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -101,7 +106,7 @@ def _shrink_pairs(
         inside = m < height
         index = start + m
         row = tl.load(tiles.pairs + index, mask=inside, other=0) // TOP_K
-        adapter = _adapters(places, ranks, row, inside)
+        adapter = _adapters(places, ranks, row, inside, RANK_BY_PLACE)
         source = row if GATHERED else index
         current = tl.min(adapter, 0)
         while current < _NONE:
@@ -155,6 +160,7 @@ def shrink_pairs(
         K=size,
         BY_PLACE=lora.a.stride(0),
         BY_EXPERT=lora.a.stride(1),
+        RANK_BY_PLACE=lora.ranks.stride(0),
         R=wide,
         BLOCK_R=block_r,
         TOP_K=top_k,
@@ -164,7 +170,8 @@ def shrink_pairs(
         BLOCK_K=block_k if block_r <= 64 else block_k // 2,
         **launch_options(pdl, 4, 4),
     )
-    shape = DeltaShape(top_k, lora.b.stride(0), lora.b.stride(1), lora.rank, wide, block_r, parts)
+    apart = lora.b.stride(0), lora.b.stride(1), lora.ranks.stride(0)
+    shape = DeltaShape(top_k, *apart, lora.rank, wide, block_r, parts)
     return Delta(h, lora.b, lora.ranks, rows.places), shape
 
 
@@ -190,7 +197,7 @@ def add_delta(
     BLOCK_R: tl.constexpr = DELTA.block_r
     PARTS: tl.constexpr = DELTA.parts
     row = tl.load(pairs + index, mask=inside, other=0) // DELTA.top_k
-    adapter = _adapters(delta.places, delta.ranks, row, inside)
+    adapter = _adapters(delta.places, delta.ranks, row, inside, DELTA.rank_by_place)
     r = tl.arange(0, BLOCK_R)
     own = r[:, None] - (tl.zeros(cols.shape, tl.int32) + part)[None, :] * R
     there = (own >= 0) & (own < R) & (cols < last)[None, :]

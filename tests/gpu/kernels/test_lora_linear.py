@@ -18,6 +18,7 @@ from gpu.adapters.kernels import TorchLora
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
+from gpu.kernels.norm import rms_norm
 from gpu.kernels.silu_mul import silu_mul
 
 TWIN = TorchLora()
@@ -53,16 +54,17 @@ def test_branches_of_a_graph_are_joined(device: torch.device) -> None:
     x, weight, _ = linear(32, 4096, 4096, device, torch.bfloat16)
     lora = lora_matrix([16] * 8, 4096, (4096,), torch.bfloat16, device)
     rows = lora_rows([row % 8 for row in range(32)], 8, device)
-    branch = Branch(device)
+    branch, scale = Branch(device), x.new_ones(4096)
 
     def layers(branch: Branch | None) -> torch.Tensor:
         y = x
         for _ in range(20):
-            given = silu_mul(torch.cat([y, y], 1), pdl=pdl)
+            given = rms_norm(y, scale, 1e-6, pdl=pdl)
             y = lora_linear(given, lora, rows, branch, partial(F.linear, given, weight), pdl=pdl)
         return y
 
     expected = layers(None)
+    assert expected.isfinite().all()
     captured = capture([lambda: layers(branch)])
     for _ in range(20):
         captured.graph.replay()

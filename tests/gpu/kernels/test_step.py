@@ -397,7 +397,7 @@ def test_drafts_go_to_the_rows_that_will_most_likely_take_them(
     rings.write(StepPlan(0, ints(slots), query_length=1 + DRAFTS, drafts=budget))
     view = buffers.view(Forward(4 * MANY, 4 * MANY, 0, 4 * MANY, query=1 + DRAFTS))
     run.begin_step(rings.entries, tables, view, buffers.samples, page_size=PAGE)
-    given = np.diff(buffers.samples.drafts.before.numpy()[: MANY + 1])
+    given = np.diff(buffers.samples.drafts.before[: MANY + 1].cpu().numpy())
     assert given.tolist() == divided(survival[slots], ready[slots].tolist(), budget)
     assert given.sum() == min(budget, ready[1:].sum())
 
