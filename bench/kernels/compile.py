@@ -38,6 +38,7 @@ from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import fp8_block, gemv, skinny
 from gpu.kernels.lora import dense
+from gpu.kernels.lora.linear import shrink_ahead
 from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe.gemm_config import TileConfig
@@ -176,8 +177,15 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         y = empty(rows, sum(parts))
         h = dense.shrink(empty(rows, size), matrix, use, pdl=pdl)
         dense.expand(h, matrix, use, y, pdl=pdl)
-        if len(parts) == 2:
+        gated = len(parts) == 2
+        if gated:
             dense.expand_silu(h, matrix, use, y, num_rows=n, pdl=pdl)
+        x, weight = empty(rows, size), empty(sum(parts), size)
+        config = skinny.skinny_config(rows, weight, gated)
+        if config is not None:
+            delta = shrink_ahead(x, matrix, use, pdl=pdl)
+            counters = skinny.split_k_counters(CPU)
+            skinny.skinny_gemm(x, weight, None, config, counters, gated=gated, delta=delta, pdl=pdl)
 
     def lora_ends(rows: int) -> None:
         table = lora_matrix([16], 151_936, (4096,), DTYPE, CPU)
@@ -224,6 +232,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "qkv": fused_qkv,
         "lora 1": lambda: lora(1, (4096, 1024, 1024), 4096),
         "lora 32": lambda: lora(32, (12_288, 12_288), 4096),
+        "lora 32, split": lambda: lora(32, (4096,), 12_288),
         "lora 2048": lambda: lora(2048, (12_288, 12_288), 4096),
         "lora ends": lambda: lora_ends(256),
         "sample": sampler,

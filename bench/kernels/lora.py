@@ -2,11 +2,11 @@
 
 Written to bench/results/lora-kernels.json: of every matrix of Qwen3-8B and Qwen3-30B-A3B, at several rows and
 adapters of rank 16 (rows take them in turn), the microseconds of `shrink` and of `expand` alone, of the base
-product behind its norm, and of what that takes with adapters, one kernel behind the other and with `shrink`
-on a branch of its own; of an expert layer, without and with adapters; and of the work lists. `bound` is the
-time for the bytes at 4.0 TB/s: the base weights that are read, A and B of every adapter, of experts' those of
-every adapter and expert that meet, and rows where they count. All over several matrices that together exceed
-the L2 cache.
+product behind its norm, and of what that takes with adapters, one kernel behind the other, with `shrink` on a
+branch of its own and with `expand` in the product's epilogue; of an expert layer, without and with adapters;
+and of the work lists. `bound` is the time for the bytes at 4.0 TB/s: the base weights that are read, A and B
+of every adapter, of experts' those of every adapter and expert that meet, and rows where they count. All over
+several matrices that together exceed the L2 cache.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from bench.kernels.timing import Row, microseconds
 from bench.results import save
 from gpu.device import HOPPER
 from gpu.experts import Experts
+from gpu.kernels.gemm.delta import fits
 from gpu.kernels.gemm.gemv import gemv, gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm, split_k_counters
 from gpu.kernels.lora.dense import expand, expand_silu, shrink
-from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear
+from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
 from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfig, MoeConfigs, MoeShape
@@ -92,6 +93,8 @@ class _Base:
         self._x = torch.randn(n, inputs, device=where.device).to(where.dtype)
         self._residual, self._scale = torch.zeros_like(self._x), self._x.new_ones(inputs)
         self._counters = split_k_counters(where.device)
+        few = gemv_config(n, weight, self.gated) is not None or not self.pdl
+        self.cut = None if few else skinny_config(n, self._weights[0], self.gated)
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -112,6 +115,13 @@ class _Base:
     def plain(self, at: int) -> Tensor:
         """Without adapters."""
         return self._product(self._norm(), at, self.gated)
+
+    def in_epilogue(self, at: int, lora: LoraMatrix, rows: LoraRows) -> Tensor:
+        """With adapters, which the product's own kernel adds: that of `cut`."""
+        assert self.cut is not None
+        x, pdl = self._norm(), self.pdl
+        delta, weight = shrink_ahead(x, lora, rows, pdl=pdl), self._weights[at]
+        return skinny_gemm(x, weight, None, self.cut, self._counters, gated=self.gated, delta=delta, pdl=pdl)
 
     def adapted(self, at: int, lora: LoraMatrix, rows: LoraRows, branch: Branch | None) -> Tensor:
         """With adapters."""
@@ -148,6 +158,10 @@ def linears(name: str, linear: Linear, n: int, adapters: int, where: Where) -> I
     for kind, branch in (("one after another", None), ("branch", Branch(device))):
         us = where.time([partial(base.adapted, at, lora, rows, branch) for at, lora in turns])
         line = lora_line(f"  lora, {kind}", case, us, weights + moved)
+        yield line._replace(target=f"{line.target}, +{us - plain:.1f} us")
+    if base.cut is not None and fits(made[0], base.cut.block_n):
+        us = where.time([partial(base.in_epilogue, at, lora, rows) for at, lora in turns])
+        line = lora_line("  lora, epilogue", case, us, weights + moved)
         yield line._replace(target=f"{line.target}, +{us - plain:.1f} us")
 
 

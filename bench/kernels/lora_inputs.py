@@ -52,7 +52,7 @@ def lora_matrix(
     made.a.copy_(torch.randn(places, *count_a, len(parts) * rank, inputs, device=device) * inputs**-0.5)
     made.b.copy_(torch.randn(places, *count_b, outputs, rank, device=device) * rank**-0.5)
     for place, own in enumerate(ranks):
-        made.a[place].unflatten(-2, (len(parts), rank))[..., own:, :] = 0
+        made.a[place].view(*made.a.shape[1:-2], len(parts), rank, inputs)[..., own:, :] = 0
         made.b[place, ..., own:] = 0
         made.ranks[place] = own
     return made

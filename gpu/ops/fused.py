@@ -30,9 +30,9 @@ one that sums, adds and norms. Above 64 rows route is two.
 
 A step adds embedding, rotation (plain: 8), first norm and head, one each.
 
-In a step with adapters each product they change has two launches more, `shrink`, which may run beside it, and
-`expand`, which has silu with gate and up; each of the experts' two products has one more, and the step one
-that sorts its rows by adapter.
+In a step with adapters each product they change has a launch more where `skinny_gemm` multiplies, `shrink`;
+elsewhere two, `shrink`, which may run beside it, and `expand`, which has silu with gate and up; each of the
+experts' two products has one more, and the step one that sorts its rows by adapter.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from gpu.experts import Experts
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.cublaslt import Products
+from gpu.kernels.gemm.delta import fits
 from gpu.kernels.gemm.gemv import gemv, gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
 from gpu.kernels.lora.dense import embed, expand, shrink
-from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear
+from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import embed_beside, rms_norm
@@ -180,6 +181,8 @@ class TritonOps:
         kernels, product = self._kernels, partial(self._linear, x, matrix, gated=False)
         if matrix.lora is None or self._adapters is None:
             return product()
+        if (found := self._skinny_with_delta(x, matrix, self._adapters, gated=False)) is not None:
+            return found
         return lora_linear(x, matrix.lora, self._adapters, kernels.branch, product, pdl=kernels.pdl)
 
     def add_lora(self, x: Tensor, lora: LoraMatrix | None, y: Tensor) -> Tensor:
@@ -195,6 +198,8 @@ class TritonOps:
             return gate(self.linear(x, matrix), activation)
         if matrix.lora is None or self._adapters is None:
             return self._linear(x, matrix, gated=True)
+        if (found := self._skinny_with_delta(x, matrix, self._adapters, gated=True)) is not None:
+            return found
         kernels, product = self._kernels, partial(self._linear, x, matrix, gated=False)
         return lora_gated(
             x,
@@ -218,6 +223,18 @@ class TritonOps:
         if gated:
             return silu_mul(self._linear(x, matrix, gated=False), num_rows=self._rows, pdl=pdl)
         return cublas_gemm(x, weight, bias, kernels.products)
+
+    def _skinny_with_delta(
+        self, x: Tensor, matrix: Matrix, adapters: LoraRows, *, gated: bool
+    ) -> Tensor | None:
+        """The product with the deltas in its epilogue; None where another kernel multiplies."""
+        kernels, pdl, (weight, bias, scale, lora) = self._kernels, self._kernels.pdl, matrix
+        few = scale is not None or gemv_config(len(x), weight, gated) is not None
+        cut = None if few else skinny_config(len(x), weight, gated)
+        if kernels.counters is None or cut is None or lora is None or not fits(lora, cut.block_n):
+            return None
+        delta = shrink_ahead(x, lora, adapters, pdl=pdl)
+        return skinny_gemm(x, weight, bias, cut, kernels.counters, gated=gated, delta=delta, pdl=pdl)
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`. Raises `ModelError` for an activation the grouped kernels do not have."""

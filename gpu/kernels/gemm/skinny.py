@@ -18,6 +18,10 @@ What counts, as measured on an H200:
 Rows and weights of e4m3 come with scales (`gpu.quant`). Those of rows multiply the sums at the end; those of
 blocks the sum of each 128 products, which then are never rounded as Hopper's e4m3 sums of more are (to 14
 bits: DeepSeek-V3's report, 3.3.2). Where rows have the scales, what 128 products gave is added in float32.
+
+Of rows with adapters the epilogue adds the deltas (`gpu.kernels.gemm.delta`), which need what `shrink`, the
+kernel in front, finds. The product does not wait for it: `shrink` lets its dependents begin when what both
+read, the rows, is there. The wait stands in front of the epilogue.
 """
 
 from __future__ import annotations
@@ -27,8 +31,10 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from core.models.quant import BLOCK
+from gpu.kernels.gemm.delta import Delta, DeltaShape, add_delta
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -135,6 +141,29 @@ def _multiply_add(
     return tl.dot(weights, some, acc, input_precision="ieee", max_num_imprecise_acc=most)
 
 
+@jit
+def _finish(
+    acc: tl.tensor,
+    x_scales: tl.tensor,
+    w_scales: tl.tensor,
+    bias: tl.tensor,
+    first: int,
+    cols: tl.tensor,
+    m: tl.tensor,
+    rows: int,
+    N: int,
+    BY: tl.constexpr,
+) -> tl.tensor:
+    """`acc` [outputs, rows] by the scales of rows and outputs, where these have any, and the bias: those of
+    output `first` + `cols`, of N each."""
+    if BY == "rows":
+        by_row = tl.load(x_scales + m, mask=m < rows, other=0.0)[None, :]
+        acc *= tl.load(w_scales + first + cols, mask=cols < N, other=0.0)[:, None] * by_row
+    if bias is not None:
+        acc += tl.load(bias + first + cols, mask=cols < N, other=0.0).to(tl.float32)[:, None]
+    return acc
+
+
 @jit_loose("rows")
 def _skinny(
     x: tl.tensor,
@@ -145,10 +174,12 @@ def _skinny(
     counters: tl.tensor,
     x_scales: tl.tensor,
     w_scales: tl.tensor,
+    delta: Delta,
     rows: int,
     N: int,
     K: int,
     BY: tl.constexpr,
+    DELTA: tl.constexpr,
     GATED: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -168,7 +199,12 @@ def _skinny(
         ahead: tl.constexpr = AHEAD * 8 // w.dtype.element_ty.primitive_bitwidth
         first = start + tl.minimum(shift * BLOCK_K, steps * BLOCK_K - ahead)
         _prefetch(w + tl.minimum(cols, N - 1).to(tl.int64) * K + first, AHEAD)
-    begin(PDL)
+    # Rows that are loaded before the wait: past L1.
+    CACHE: tl.constexpr = "" if DELTA is None else ".cg"
+    if DELTA is None:
+        begin(PDL)
+    elif PDL:
+        gdc_launch_dependents()
     inside = m < rows
     of_rows, of_block, of_up = x_scales, w_scales, w_scales
     if BY == "blocks":
@@ -181,7 +217,7 @@ def _skinny(
     for i in range(steps):
         step = i + shift
         k = start + tl.where(step < steps, step, step - steps) * BLOCK_K
-        some = tl.trans(tl.load(x_at + k, mask=inside[:, None], other=0.0))
+        some = tl.trans(tl.load(x_at + k, mask=inside[:, None], other=0.0, cache_modifier=CACHE))
         these = _weights(w, n, k, N - 1, K, BLOCK_N, BLOCK_K)
         acc = _multiply_add(acc, these, some, of_rows, of_block, k // _BLOCK, BY)
         if GATED:
@@ -199,16 +235,15 @@ def _skinny(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i in tl.static_range(SPLIT):
             acc += tl.load(held + i * whole + own, cache_modifier=".cg")
-    if BY == "rows":
-        by_row = tl.load(x_scales + m, mask=inside, other=0.0)[None, :]
-        acc *= tl.load(w_scales + cols, mask=cols < N, other=0.0)[:, None] * by_row
+    if DELTA is not None:
+        if PDL:
+            gdc_wait()
+        acc = add_delta(acc, delta, cols, n, m, rows, DELTA)
         if GATED:
-            up *= tl.load(w_scales + N + cols, mask=cols < N, other=0.0)[:, None] * by_row
-    if bias is not None:
-        acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias + N + cols, mask=cols < N, other=0.0).to(tl.float32)[:, None]
+            up = add_delta(up, delta, N + cols, N + n, m, rows, DELTA)
+    acc = _finish(acc, x_scales, w_scales, bias, 0, cols, m, rows, N, BY)
     if GATED:
+        up = _finish(up, x_scales, w_scales, bias, N, cols, m, rows, N, BY)
         acc = acc * tl.sigmoid(acc) * up
     result = tl.trans(acc.to(out.dtype.element_ty))
     tl.store(out + m[:, None] * N + cols[None, :], result, mask=inside[:, None] & (cols < N)[None, :])
@@ -224,24 +259,28 @@ def skinny_gemm(
     gated: bool = False,
     scales: Scales | None = None,
     dtype: torch.dtype | None = None,
+    delta: tuple[Delta, DeltaShape] | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, or 128 for e4m3 rows scaled by row, `weight`
     contiguous [outputs, inputs], both of 16 bits or e4m3 with `scales`, `bias` [outputs]: a new [n, outputs]
     of `dtype`, or x's. `gated`: silu(g) · u of the halves g and u, which are not rounded in between: a new
     [n, outputs / 2]. One kernel serves up to 16, 32, 64 or 128 rows. `config` from `skinny_config` or
-    `skinny_fp8_config`, `counters` from `split_k_counters`."""
+    `skinny_fp8_config`, `counters` from `split_k_counters`. `delta` of the rows' adapters (weights of 16 bits
+    alone) is added before silu: the kernel launched before must be the `shrink` that it is from."""
     rows, size = x.shape
     width = len(weight) // 2 if gated else len(weight)
     block_m, tiles = max(pow2(rows), 16), cdiv(width, config.block_n)
     assert rows <= MOST_SCALED_ROWS and size % config.block_k == 0 and x.is_contiguous()
     by = "" if scales is None else "rows" if scales.x.dim() == 1 else "blocks"
     assert by != "blocks" or (config.block_k == BLOCK and not (width % BLOCK or BLOCK % config.block_n))
+    assert delta is None or (scales is None and all(part % config.block_n == 0 for part in delta[1].outputs))
     out = x.new_empty(rows, width, dtype=dtype or x.dtype)
     parts = None
     if config.split > 1:
         assert not gated and tiles <= len(counters)
         parts = x.new_empty(tiles * config.split * config.block_n * block_m, dtype=torch.float32)
+    added, delta_shape = delta or (None, None)
     _skinny[(tiles * config.split,)](
         x,
         weight,
@@ -250,10 +289,12 @@ def skinny_gemm(
         parts,
         counters if config.split > 1 else None,
         *(scales or (None, None)),
+        added,
         rows,
         width,
         size,
         BY=by,
+        DELTA=delta_shape,
         GATED=gated,
         SPLIT=config.split,
         BLOCK_M=block_m,

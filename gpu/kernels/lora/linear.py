@@ -1,7 +1,11 @@
-"""A product with its adapters: `shrink` beside it, `expand` behind both.
+"""A product with its adapters: `expand` in its epilogue, or `shrink` beside it and `expand` behind both.
 
-`shrink` and the base product read the same rows and need nothing of each other. In a graph they stand on two
-branches, so that what `shrink` takes is hidden behind the product, which takes longer:
+Where `skinny_gemm` multiplies, up to 64 rows, it adds the deltas itself:
+
+    norm ── shrink ── product + expand
+
+and begins when `shrink` does, which is hidden behind it. What else multiplies has no such epilogue. There
+`shrink` and the base product, which need nothing of each other, stand on two branches of the graph:
 
     norm ─┬─ product ─┬─ expand
           └─ shrink  ─┘
@@ -18,8 +22,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpu.kernels.lora.dense import expand, expand_silu, shrink
+from gpu.kernels.gemm.delta import Delta, DeltaShape, delta_shape
+from gpu.kernels.lora.dense import expand, expand_silu, lora_config, shrink
 from gpu.lora import LoraMatrix, LoraRows
+
+MOST_PARTS = 4
+"""Of what an epilogue sums: each of its programs reads them all, and the product, whose programs fill most
+processors, leaves room for some 36 others."""
 
 T = TypeVar("T")
 _cuda: Any = torch.cuda  # parts of it are untyped
@@ -49,6 +58,15 @@ class Branch:
         if self._open:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._open = False
+
+
+def shrink_ahead(
+    x: Tensor, lora: LoraMatrix, rows: LoraRows, *, pdl: bool = False
+) -> tuple[Delta, DeltaShape]:
+    """What `skinny_gemm` of `x`, launched next, adds."""
+    cut = lora_config(len(x), lora)
+    h = shrink(x, lora, rows, config=cut._replace(parts=min(cut.parts, MOST_PARTS)), pdl=pdl)
+    return Delta(h, lora.b, lora.ranks, rows), delta_shape(lora, len(h))
 
 
 def lora_linear(

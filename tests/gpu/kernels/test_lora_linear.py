@@ -15,7 +15,9 @@ from bench.kernels.lora import Linear, Where, experts, linears, lists
 from bench.kernels.lora_inputs import lora_matrix, lora_rows
 from bench.kernels.timing import capture
 from gpu.adapters.kernels import TorchLora
-from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear
+from gpu.kernels.gemm.delta import fits
+from gpu.kernels.gemm.skinny import SkinnyConfig, skinny_gemm, split_k_counters
+from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.norm import rms_norm
@@ -46,11 +48,77 @@ def test_product_with_adapters(
     assert error(found, silu_mul(expected) if gated else expected) < tolerance
 
 
+# Rows of one place, of several with rows between that have none, and none; an adapter that leaves the matrix
+# alone; inputs in one part and in several, outputs in one and in three of unequal sizes.
+EPILOGUES = [
+    ([0] * 5, [16], (64,), SkinnyConfig(64, 64, 1, 4, 3)),
+    ([2, -1, 0, 1, 2] * 4, [4, 0, 16], (128, 64, 64), SkinnyConfig(64, 128, 2, 4, 3)),
+    ([row % 8 for row in range(33)], [16] * 8, (128,), SkinnyConfig(128, 64, 4, 8, 3)),
+    ([-1] * 16, [8, 8], (64, 64), SkinnyConfig(64, 64, 1, 4, 2)),
+]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("used", "ranks", "parts", "cut"), EPILOGUES)
+def test_deltas_in_the_epilogue_of_a_product(
+    used: list[int],
+    ranks: list[int],
+    parts: tuple[int, ...],
+    cut: SkinnyConfig,
+    gated: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    parts, cut = ((parts[0],) * 2, cut._replace(split=1)) if gated else (parts, cut)
+    x, weight, bias = linear(len(used), sum(parts), 768, device, dtype)
+    lora, rows = lora_matrix(ranks, 768, parts, dtype, device), lora_rows(used, len(ranks), device)
+    assert fits(lora, cut.block_n)
+    expected = F.linear(x, weight, bias)
+    TWIN.expand(TWIN.shrink(x, lora, rows), lora, rows, expected)
+    counters, pdl = split_k_counters(device), device.type == "cuda" and hopper()
+    delta = shrink_ahead(x, lora, rows, pdl=pdl)
+    delta[0].h[:, [row for row, place in enumerate(used) if place < 0 or not ranks[place]]] = float("nan")
+    found = skinny_gemm(x, weight, bias, cut, counters, gated=gated, delta=delta, pdl=pdl)
+    assert error(found, silu_mul(expected) if gated else expected) < tolerance
+    assert not counters.any()
+
+
+def hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize("cut", [SkinnyConfig(64, 128, 2, 4, 6), SkinnyConfig(64, 128, 1, 4, 6)])
+def test_a_product_waits_for_what_its_epilogue_adds(device: torch.device, cut: SkinnyConfig) -> None:
+    """It begins before `shrink` has ended: every replay finds what one kernel after the other does."""
+    x, weight, _ = linear(32, 4096, 4096, device, torch.bfloat16)
+    lora = lora_matrix([16] * 8, 4096, (4096,), torch.bfloat16, device)
+    rows, scale = lora_rows([row % 8 for row in range(32)], 8, device), x.new_ones(4096)
+    counters = split_k_counters(device)
+
+    def layers(pdl: bool) -> torch.Tensor:
+        y = x
+        for _ in range(20):
+            given = rms_norm(y, scale, 1e-6, pdl=pdl)
+            delta = shrink_ahead(given, lora, rows, pdl=pdl)
+            y = skinny_gemm(given, weight, None, cut, counters, delta=delta, pdl=pdl)
+        return y
+
+    expected = layers(False)
+    assert expected.isfinite().all()
+    captured = capture([lambda: layers(hopper())])
+    for _ in range(50):
+        captured.graph.replay()
+        assert torch.equal(captured.results[0], expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("captures")
 def test_branches_of_a_graph_are_joined(device: torch.device) -> None:
     """Every replay finds what the linear order does, whatever runs beside what."""
-    pdl = torch.cuda.get_device_capability() == (9, 0)
+    pdl = hopper()
     x, weight, _ = linear(32, 4096, 4096, device, torch.bfloat16)
     lora = lora_matrix([16] * 8, 4096, (4096,), torch.bfloat16, device)
     rows = lora_rows([row % 8 for row in range(32)], 8, device)
