@@ -274,6 +274,28 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     }
 
 
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z]\w*)(\S*) +(.*?);")
+_UNIFORM = re.compile(r"\bUR\d+\b")
+
+
+def unwritten_registers(sass: str) -> list[str]:
+    """Uniform registers that an instruction on uniform registers reads and none before it writes: ptxas has
+    made such code, which gave a product a wild address."""
+    written: set[str] = set()
+    read: dict[str, None] = {}
+    for operation, kind, operands in _INSTRUCTION.findall(sass):
+        into, _, sources = operands.partition(",")
+        if not operation.startswith("U"):
+            # Moves and reductions to a uniform register name it alone; what else names one reads it.
+            written |= set(_UNIFORM.findall(operands)) if "UR" in operation or "REDUX" in operation else set()
+            continue
+        read |= dict.fromkeys(each for each in _UNIFORM.findall(sources) if each not in written)
+        own = _UNIFORM.findall(into)
+        wide = 4 if "128" in kind else 2 if "64" in kind or "WIDE" in kind else 1
+        written |= {f"UR{int(each[2:]) + more}" for each in own for more in range(wide)}
+    return list(read)
+
+
 def report(name: str, kernel: Any) -> str:
     """One line about a compiled kernel, from its SASS."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -289,6 +311,8 @@ def report(name: str, kernel: Any) -> str:
         op: len(re.findall(rf"\b{op}\b", sass)) for op in ("HGMMA", "QGMMA", "HMMA", "LDL", "UTMALDG")
     }
     counts = " ".join(f"{op} {n}" for op, n in instructions.items() if n)
+    if unwritten := unwritten_registers(sass):
+        counts += f" READ, NOT WRITTEN: {' '.join(unwritten)}"
     return (
         f"{name:16} {kernel.metadata.name:14} warps {kernel.metadata.num_warps} REG {found['REG']:3} "
         f"STACK {found['STACK']:4} shared {kernel.metadata.shared:6} {counts}"

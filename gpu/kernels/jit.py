@@ -35,6 +35,21 @@ def begin(PDL: tl.constexpr) -> None:
 
 
 @jit
+def launch_dependents(PDL: tl.constexpr) -> None:
+    """First line of a kernel that begins before the one in front has ended, in place of `begin`. What was
+    written before that one began may be read at once, past L1; what it writes, behind a wait."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@jit
+def wait(PDL: tl.constexpr) -> None:
+    """The previous kernels have ended from here on."""
+    if PDL:
+        gdc_wait()
+
+
+@jit
 def padding(row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
     """Whether `row` is padding: `num_rows` points to the count of true rows, None where all are true."""
     return row < 0 if num_rows is None else row >= tl.load(num_rows)

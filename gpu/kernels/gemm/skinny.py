@@ -31,11 +31,10 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.delta import Delta, DeltaShape, add_delta
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_dependents, launch_options, pow2, wait
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -203,8 +202,8 @@ def _skinny(
     CACHE: tl.constexpr = "" if DELTA is None else ".cg"
     if DELTA is None:
         begin(PDL)
-    elif PDL:
-        gdc_launch_dependents()
+    else:
+        launch_dependents(PDL)
     inside = m < rows
     of_rows, of_block, of_up = x_scales, w_scales, w_scales
     if BY == "blocks":
@@ -236,8 +235,7 @@ def _skinny(
         for i in tl.static_range(SPLIT):
             acc += tl.load(held + i * whole + own, cache_modifier=".cg")
     if DELTA is not None:
-        if PDL:
-            gdc_wait()
+        wait(PDL)
         acc = add_delta(acc, delta, cols, n, m, rows, DELTA)
         if GATED:
             up = add_delta(up, delta, N + cols, N + n, m, rows, DELTA)
@@ -259,7 +257,7 @@ def skinny_gemm(
     gated: bool = False,
     scales: Scales | None = None,
     dtype: torch.dtype | None = None,
-    delta: tuple[Delta, DeltaShape] | None = None,
+    delta: tuple[Delta, DeltaShape] | tuple[None, None] = (None, None),
     pdl: bool = False,
 ) -> Tensor:
     """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, or 128 for e4m3 rows scaled by row, `weight`
@@ -267,20 +265,19 @@ def skinny_gemm(
     of `dtype`, or x's. `gated`: silu(g) · u of the halves g and u, which are not rounded in between: a new
     [n, outputs / 2]. One kernel serves up to 16, 32, 64 or 128 rows. `config` from `skinny_config` or
     `skinny_fp8_config`, `counters` from `split_k_counters`. `delta` of the rows' adapters (weights of 16 bits
-    alone) is added before silu: the kernel launched before must be the `shrink` that it is from."""
+    alone, and where it `fits`) is added before silu; the kernel in front must be the `shrink` it is from."""
     rows, size = x.shape
     width = len(weight) // 2 if gated else len(weight)
     block_m, tiles = max(pow2(rows), 16), cdiv(width, config.block_n)
     assert rows <= MOST_SCALED_ROWS and size % config.block_k == 0 and x.is_contiguous()
     by = "" if scales is None else "rows" if scales.x.dim() == 1 else "blocks"
     assert by != "blocks" or (config.block_k == BLOCK and not (width % BLOCK or BLOCK % config.block_n))
-    assert delta is None or (scales is None and all(part % config.block_n == 0 for part in delta[1].outputs))
+    assert scales is None or delta == (None, None)
     out = x.new_empty(rows, width, dtype=dtype or x.dtype)
     parts = None
     if config.split > 1:
         assert not gated and tiles <= len(counters)
         parts = x.new_empty(tiles * config.split * config.block_n * block_m, dtype=torch.float32)
-    added, delta_shape = delta or (None, None)
     _skinny[(tiles * config.split,)](
         x,
         weight,
@@ -289,12 +286,12 @@ def skinny_gemm(
         parts,
         counters if config.split > 1 else None,
         *(scales or (None, None)),
-        added,
+        delta[0],
         rows,
         width,
         size,
         BY=by,
-        DELTA=delta_shape,
+        DELTA=delta[1],
         GATED=gated,
         SPLIT=config.split,
         BLOCK_M=block_m,

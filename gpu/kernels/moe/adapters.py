@@ -212,7 +212,10 @@ def add_delta(
         weights = tl.load(b_at + current.to(tl.int64) * DELTA.by_place, mask=there, other=0.0)
         factors = sums.to(weights.dtype)
         if SWAP:
-            acc = tl.dot(tl.trans(weights), tl.trans(factors), acc, input_precision="ieee")
+            # Not with the weights on the left, as the GEMM has them: of two products that share a descriptor
+            # the ptxas of Triton 3.6 read the second one's out of a register that was never written, where
+            # the GEMM's loop has one step.
+            acc += tl.trans(tl.dot(factors, weights, input_precision="ieee"))
         else:
             acc = tl.dot(factors, weights, acc, input_precision="ieee")
         current = tl.min(tl.where(adapter > current, adapter, _NONE), 0)

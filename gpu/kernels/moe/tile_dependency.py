@@ -24,9 +24,9 @@ one only when all of the first have begun, and without it when all have ended.
 from __future__ import annotations
 
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from gpu.kernels.jit import begin, jit
+from gpu.kernels.jit import begin, jit, launch_dependents
 
 
 @jit
@@ -34,14 +34,6 @@ def signal(counter: tl.tensor) -> None:
     """After a program's last store: count it."""
     tl.debug_barrier()  # all threads' stores, before one thread increments the counter
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@jit
-def launch_dependents(PDL: tl.constexpr) -> None:
-    """First line of the second kernel, in place of `begin`. What was written before the first one began may
-    be read at once, past L1; what it writes, behind `wait_for`."""
-    if PDL:
-        gdc_launch_dependents()
 
 
 @jit
