@@ -2,15 +2,16 @@
 
 Runs the closed loops of the scenarios through the real scheduler, one step planned ahead, with a simulated
 device whose step times were measured on an H200: GEMMs and experts by rows, attention by keys, other work by
-tokens. Predicted with the defaults and paced (`--mixed-tokens 2048`); measured values in brackets:
+tokens. Output tokens a second (of `prefill` all tokens), predicted with the defaults; measured in brackets:
 
                        c32              c256             prefill            short512
     8B                 3,678 (3,761)    6,240 (6,375)    41,793 (42,095)    19,976 (18,663)
     30B-A3B            1,986 (2,068)    7,291 (7,496)    69,761 (71,397)    20,600 (20,299)
-    30B-A3B, paced     1,976 (2,052)    7,058 (7,094)                       20,104 (20,238)
 
-The prediction is only as good as its step times: before steps of 2,048 tokens had been measured it was 7,770
-for the paced c256.
+and with `--itl-target 50` (not measured yet), p99 of the gaps between tokens in brackets, ms without and with:
+
+    8B                 3,673 (7, 48)    6,045 (189, 48)  39,777 (196, 50)   19,508 (175, 48)
+    30B-A3B            1,993 (17, 42)   7,256 (104, 46)  60,730 (117, 50)   20,837 (92, 43)
 
 Bias: delivery costs no time, so short512 is predicted 6 to 9% too fast; no cascade attention, so `shared` is
 not predicted; every output has its full length.
@@ -30,6 +31,7 @@ import numpy as np
 from bench.load.workloads import SCENARIOS, Workload
 from core.cache.manager import CacheManager
 from core.config import ScheduleConfig
+from core.costs import ChunkCosts, CostTable
 from core.executor import Capabilities
 from core.plan import StepPlan, StepResult
 from core.request import Request, SamplingParams
@@ -103,6 +105,14 @@ class Device:
         self._times = times
         self._decode, self._mixed = decode_sizes(ROWS), mixed_sizes(WHOLE)
 
+    def costs(self) -> ChunkCosts:
+        """What a server measures at its start."""
+        times = self._times
+        layer = [interpolated(times.products, n) + max(times.least, times.token * n) for n in self._mixed]
+        head = interpolated(times.head, 1)
+        steps = CostTable(tuple(self._mixed), tuple(1e-6 * (times.layers * each + head) for each in layer))
+        return ChunkCosts(steps, 1e-6 * times.layers * times.seen)
+
     def seconds(self, plan: StepPlan, keys: int) -> float:
         """Seconds of a plan whose decode rows have `keys` keys in total."""
         times, rows = self._times, len(plan.decode_slots)
@@ -131,6 +141,7 @@ class ClosedLoop:
             context_length=16_384,
             vocab_size=151_936,
             max_step_tokens=config.step_tokens,
+            chunk_costs=device.costs(),
         )
         self._scheduler = Scheduler(capabilities, CacheManager(PAGES, PAGE), config, lambda: self.now)
         self._lengths = np.zeros(ROWS + 1, np.int64)
@@ -144,18 +155,19 @@ class ClosedLoop:
     def run(self) -> None:
         """Run until the last request has finished."""
         due = [0.004 * at / self._work.concurrency for at in range(self._work.concurrency)]
-        sent, ended, in_flight = len(due), 0, list[tuple[float, StepPlan]]()
+        sent, ended, in_flight = len(due), 0, list[tuple[float, float, StepPlan]]()
         while ended < self._work.requests:
             while due and due[0] <= self.now:
                 self._ask(heapq.heappop(due))
             while len(in_flight) < 2 and (plan := self._scheduler.plan()) is not None:
-                self._free = max(self._free, self.now) + self._device.seconds(plan, self._keys(plan))
-                in_flight.append((self._free, plan))
+                seconds = self._device.seconds(plan, self._keys(plan))
+                self._free = max(self._free, self.now) + seconds
+                in_flight.append((self._free, seconds, plan))
             if not in_flight:
                 self.now = due[0]
                 continue
-            self.now, plan = in_flight.pop(0)
-            over = self._apply(plan)
+            self.now, seconds, plan = in_flight.pop(0)
+            over = self._apply(plan, seconds)
             ended += over
             for _ in range(min(over, self._work.requests - sent)):
                 heapq.heappush(due, self.now + TURN)
@@ -174,9 +186,10 @@ class ClosedLoop:
         self._lengths[plan.decode_slots] += 1
         return int(self._lengths[plan.decode_slots].sum())
 
-    def _apply(self, plan: StepPlan) -> int:
+    def _apply(self, plan: StepPlan, seconds: float) -> int:
         """Apply the result of `plan`. Returns how many requests finished."""
-        output = self._scheduler.apply(StepResult(plan.step, np.full(plan.num_samples, 7, np.int32)))
+        tokens = np.full(plan.num_samples, 7, np.int32)
+        output = self._scheduler.apply(StepResult(plan.step, tokens, seconds=seconds))
         for request in output.requests:
             if request.id in self._last_token:
                 self.gaps.append(self.now - self._last_token[request.id])
@@ -195,6 +208,7 @@ def figures(model: str, work: Workload, config: ScheduleConfig) -> dict[str, tup
         "out_tok_s": (loop.tokens / loop.now, 0),
         "tot_tok_s": ((loop.tokens + work.requests * work.input_len) / loop.now, 0),
         "ttft_ms": (1e3 * statistics.median(loop.ttfts), 0),
+        "ttft_p95_ms": (1e3 * statistics.quantiles(loop.ttfts, n=20)[18], 0),
         "itl_ms": (1e3 * statistics.median(loop.gaps), 1),
         "itl_p99_ms": (1e3 * statistics.quantiles(loop.gaps, n=100)[98], 1),
     }
@@ -207,15 +221,18 @@ def main() -> int:
     )
     parser.add_argument("--scenario", nargs="+", default=["c32", "c256", "prefill", "short512"])
     parser.add_argument("--step-tokens", type=int, default=WHOLE)
-    parser.add_argument("--mixed-tokens", type=int, nargs="+", default=[0])
+    parser.add_argument("--itl-target", type=float, nargs="+", default=[0.0, 50.0])
+    parser.add_argument("--prefill-weight", type=float, default=32.0)
     args = parser.parse_args()
     for model in MODELS:
         for name in args.scenario:
-            for mixed in args.mixed_tokens:
-                config = ScheduleConfig(step_tokens=args.step_tokens, mixed_tokens=mixed)
+            for target in args.itl_target:
+                config = ScheduleConfig(
+                    step_tokens=args.step_tokens, itl_target=target, prefill_weight=args.prefill_weight
+                )
                 found = figures(model, SCENARIOS[name], config)
                 output = "  ".join(f"{key} {value:8,.{digits}f}" for key, (value, digits) in found.items())
-                print(f"{model:14} {name:9} mixed {mixed:5}  {output}", flush=True)
+                print(f"{model:14} {name:9} target {target:4.0f} ms  {output}", flush=True)
     return 0
 
 

@@ -100,12 +100,18 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
         "maximum tokens of a step, decodes first, then prompt chunks; 0: chosen by device",
         Meta(ge=0),
     ] = 0
-    mixed_tokens: Annotated[
-        int,
-        "maximum tokens of a step that mixes decode rows and prompt chunks, unless more are "
-        "needed to keep up with arriving prompts; 0: as for any step",
+    itl_target: Annotated[
+        float,
+        "milliseconds between two tokens of a stream while prompts are computed: chunks are sized so that a "
+        "step with decode rows takes no longer; 0: no limit",
         Meta(ge=0),
-    ] = 0
+    ] = 0.0
+    prefill_weight: Annotated[
+        float,
+        "with --itl-target, prompts take at most this share of the device's time beside decode rows: "
+        "w * prompts / (w * prompts + rows)",
+        Meta(gt=0),
+    ] = 32.0
     max_running: Annotated[int, "maximum running requests; 0: chosen by device", Meta(ge=0)] = 0
     order: Annotated[SchedulePolicy, "which waiting request runs next"] = "fcfs"
     prefill_first: Annotated[bool, "run prompts in steps of their own, before decodes"] = False

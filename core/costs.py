@@ -25,9 +25,24 @@ class CostTable(msgspec.Struct, frozen=True):
         return found
 
 
+class ChunkCosts(msgspec.Struct, frozen=True):
+    """Of steps with prompt chunks: `step` by all tokens of a step, without attention; `pair` is what each
+    query of a chunk takes for each of its keys, in seconds."""
+
+    step: CostTable
+    pair: float
+
+
 class StepCosts(msgspec.Struct, frozen=True):
     """`verify` by tokens: a step's forward and sampling. `draft` by rows: what a step takes longer if the
     drafter proposes behind it."""
 
     verify: CostTable
     draft: CostTable
+
+
+class MeasuredCosts(msgspec.Struct, frozen=True):
+    """All that an executor measures; None where nothing depends on it."""
+
+    drafts: StepCosts | None = None
+    chunks: ChunkCosts | None = None

@@ -9,7 +9,7 @@ import msgspec
 
 from core.adapters import AdapterLimits
 from core.command import Command, CommandDone
-from core.costs import StepCosts
+from core.costs import ChunkCosts, StepCosts
 from core.plan import MASKED_DRAFTS, StepFailure, StepPlan, StepResult
 
 
@@ -32,6 +32,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts that the decode rows with grammars may have in a step, together; 0: these rows draft nothing."""
     costs: StepCosts | None = None
     """Of steps with drafts and without, by which their number is chosen; None: always the most."""
+    chunk_costs: ChunkCosts | None = None
+    """Of steps with prompt chunks, by which chunks are sized; None: always the largest."""
     max_samples: int = 0
     """Rows of logits that a step can hold, at least `max_rows`; 0: as many as `max_rows`."""
     max_depth: int = 2

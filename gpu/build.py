@@ -182,7 +182,8 @@ def build_executor(
             tiers = None if room is None else room.allocate(loaded, device)
             load = partial(loader.load, rank)
             maintenance = Maintenance(str(source), load, make_pool, device.type == "cpu", tiers, not each)
-            each.append(Parts(spec, target, sizes, processors, maintenance, draft, limits, rank))
+            paced = schedule.itl_target > 0
+            each.append(Parts(spec, target, sizes, processors, maintenance, draft, limits, rank, paced))
         if target.captures(spec):
             from gpu.cuda import captured_runner  # Triton, which a CPU may not have
 
@@ -283,6 +284,7 @@ def _called_runner(parts: Parts, shape: Shape, entries: Entries) -> ModelRunner:
         begin_step,
         torch_kernels,
         rank=rank,
+        paced=parts.paced,
     )
     if device.type == "cuda":
         from gpu.cuda import with_kernels  # Triton, which a CPU may not have

@@ -51,7 +51,9 @@ def captured_runner(
     attention, ops, pdl = _layers(spec, parts.target, model, cache, samples, query)
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
     padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts, shape.adapters)
-    machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
+    machine = Machine(
+        device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl, paced=parts.paced
+    )
     drafter = None
     if (draft := parts.draft) is not None:
         run = None

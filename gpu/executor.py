@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from core.command import Command, CommandDone
+from core.costs import MeasuredCosts
 from core.errors import EngineFailed
 from core.executor import Capabilities
 from core.mailbox import Outbox
@@ -62,7 +63,10 @@ class LocalExecutor:
             ranks = [worker.prepared for worker in self._workers]
             wait(ranks, return_when=FIRST_EXCEPTION)
             costs = [prepared.result() for prepared in ranks if prepared.done()]
-            self._capabilities = msgspec.structs.replace(self._capabilities, costs=costs[0])
+            found = costs[0] or MeasuredCosts()
+            self._capabilities = msgspec.structs.replace(
+                self._capabilities, costs=found.drafts, chunk_costs=found.chunks
+            )
         except EngineFailed:
             self.close()
             raise

@@ -38,7 +38,8 @@ class Sizes(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a runner is made of. `rank`: which it is of several; `spec` is that of its part."""
+    """What a runner is made of. `rank`: which it is of several; `spec` is that of its part. `paced`: the
+    costs of chunks are measured at the start."""
 
     spec: ModelSpec
     target: Target
@@ -48,6 +49,7 @@ class Parts(NamedTuple):
     draft: Draft | None = None
     adapters: AdapterLimits | None = None
     rank: Rank | None = None
+    paced: bool = False
 
     def shape(self, page_size: int, chunks: int) -> Shape:
         """Of a runner whose steps have up to so many `chunks`."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from core.clock import monotonic
 from core.errors import EngineFailed
 from gpu.shard import Shard
 
@@ -96,6 +97,10 @@ class Rank:
         if not made:
             raise RuntimeError("rank 0 has failed at what it does for all ranks")
         return made[0]
+
+    def late(self, deadline: float) -> bool:
+        """Whether a point of the monotonic clock, in seconds, has passed for rank 0."""
+        return self.first(lambda: monotonic() > deadline)
 
     def _exchange(self, value: Any) -> list[Any]:
         turn = self._turn

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from core.command import Command, CommandDone
-from core.costs import StepCosts
+from core.costs import MeasuredCosts
 from core.plan import StepPlan
 from gpu.attention import AttentionBackend
 from gpu.context import ForwardContext
@@ -47,6 +47,7 @@ from gpu.state.tables import SlotTables
 from gpu.state.view import ChunkRow, PackedRows, StepView, place
 from gpu.step.begin import BeginStep
 from gpu.step.buffers import StepBuffers
+from gpu.step.costs import is_late, measure_chunks
 from gpu.step.graphs import Launcher, Launches, Work
 from gpu.step.launched import Answer, LaunchedStep, Marks, mark
 from gpu.step.paths import PathMover
@@ -70,6 +71,7 @@ class Machine(NamedTuple):
     sampling  the last ones
     pdl       programmatic dependent launch
     rank      which of several this is
+    paced     the costs of chunks are to be measured
     """
 
     device: torch.device
@@ -81,6 +83,7 @@ class Machine(NamedTuple):
     sampling: SamplingKernels
     pdl: bool = False
     rank: Rank | None = None
+    paced: bool = False
 
 
 class Uncaptured(NamedTuple):
@@ -275,7 +278,7 @@ class ModelRunner:
 
     # -- what may change between steps -------------------------------------------------------------
 
-    def prepare(self, progress: Callable[[float], None] = lambda share: None) -> StepCosts | None:
+    def prepare(self, progress: Callable[[float], None] = lambda share: None) -> MeasuredCosts | None:
         """See `gpu.worker.Runner`. Does nothing while weights or pages are given back, or where it is done.
 
         Warms up on empty entries: all rows are padding, and what running slots have stays as it is.
@@ -296,9 +299,18 @@ class ModelRunner:
             progress(done / len(keys))
         self._stage.warm()
         self._launches = launches
-        if self._drafts is None:
-            return None
-        return self._drafts.measure(self.launch, self.shape.vocab, self._machine.rank)
+        return self._measure()
+
+    def _measure(self) -> MeasuredCosts:
+        """What steps cost, once and before requests have slots: empty whenever graphs are captured again."""
+        drafts, chunks, machine = None, None, self._machine
+        late = is_late if machine.rank is None else machine.rank.late
+        if self._drafts is not None:
+            drafts = self._drafts.measure(self.launch, self.shape.vocab, late)
+        if machine.paced:
+            chunks = measure_chunks(self.launch, self.tables, self.shape, late)
+            self._machine = machine._replace(paced=False)
+        return MeasuredCosts(drafts, chunks)
 
     def carry_out(self, command: Command) -> CommandDone | Future[CommandDone]:
         """Do what an operator asked, between steps or beside those that follow."""

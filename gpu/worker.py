@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from core.command import Command, CommandDone
-from core.costs import StepCosts
+from core.costs import MeasuredCosts
 from core.errors import EngineFailed
 from core.mailbox import Mailbox
 from core.plan import StepFailure, StepPlan, StepResult
@@ -49,9 +49,9 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def prepare(self, progress: Progress) -> StepCosts | None:
+    def prepare(self, progress: Progress) -> MeasuredCosts | None:
         """Capture the launches of steps. Called once, before any other, from the launch thread. Returns what
-        steps cost, where drafts may be in them."""
+        steps cost, as far as plans depend on it."""
         ...
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -90,7 +90,7 @@ class Worker:
         self._plans: Mailbox[StepPlan | Command] = Mailbox()
         self._launched: Mailbox[Launched | StepFailure | CommandDone] = Mailbox()
         self._progress: Progress = lambda share: None
-        self.prepared: Future[StepCosts | None] = Future()
+        self.prepared: Future[MeasuredCosts | None] = Future()
         """What steps cost, when they can be launched; fails with `EngineFailed` when the launch thread ends
         before."""
         # Daemons: a process that dies for another reason must not hang on a step.

@@ -145,6 +145,19 @@ ROWS = json.dumps(
 )
 """A list of at least 1,000 items: longer than any answer."""
 
+TURNS48 = Workload(
+    name="turns48",
+    endpoint="chat",
+    prompt_kind="text",
+    input_len=600,
+    output_len=96,
+    concurrency=48,
+    requests=48,
+    turns=6,
+)
+"""Conversations: each turn brings 600 words more, behind what is cached."""
+LONG12K = Workload(name="long12k", input_len=12_000, output_len=256, concurrency=16, requests=32)
+
 PLAIN64 = Workload(
     name="plain64", input_len=256, output_len=256, concurrency=64, requests=192, temperature=1.0
 )
@@ -155,7 +168,7 @@ TABLE: tuple[str, ...] = tuple(row.name for row in _six())
 """The six scenarios that servers are compared by, in the order of the table."""
 
 SCENARIOS: Mapping[str, Workload] = MappingProxyType(
-    {row.name: row for row in [*_six(), CHAT256, PLAIN64, JSON64]}
+    {row.name: row for row in [*_six(), CHAT256, TURNS48, LONG12K, PLAIN64, JSON64]}
 )
 
 

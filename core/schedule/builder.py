@@ -35,6 +35,10 @@ class PlanBuilder:
         self.decode_tokens = 0
         """Their last tokens and drafts."""
         self.prompt_tokens = 0
+        self.pairs = 0.0
+        """Keys of all their queries."""
+        self.prompts = 0
+        """Prompts that are not complete, here and in the queue."""
         self.grant = grant
         """Drafts of the decode rows."""
         self._common = 0
@@ -64,6 +68,7 @@ class PlanBuilder:
         self._chunk_requests.append(request)
         self.room -= len(chunk.tokens)
         self.prompt_tokens += len(chunk.tokens)
+        self.pairs += len(chunk.tokens) * (chunk.start + len(chunk.tokens) / 2)
         if len(self._chunks) == self._max_chunks:
             self.room = 0
 

@@ -15,11 +15,11 @@ from core.request import Pinning, Request, State
 from core.request.params import Hidden
 from core.schedule.adapters import Places
 from core.schedule.builder import PlanBuilder
+from core.schedule.chunk_budget import ChunkBudget
 from core.schedule.new_token_ratio import CLIP, NewTokenRatio
 from core.schedule.policy import Policy, by_priority
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
-from core.schedule.throttle import PrefillThrottle
 from core.types import Floats, Ints
 
 
@@ -41,9 +41,9 @@ class Prefills:
         new_token_ratio: NewTokenRatio,
         policy: Policy,
         capabilities: Capabilities,
-        mixed_tokens: int,
+        budget: ChunkBudget,
     ) -> None:
-        self.throttle = PrefillThrottle(mixed_tokens, table)
+        self.budget = budget
         self._whole = not capabilities.causal
         self._table = table
         self._cache = cache
@@ -59,13 +59,6 @@ class Prefills:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    @property
-    def _backlog(self) -> int:
-        """Prompt tokens that no step has taken yet; cached ones of waiting requests are not known and
-        count."""
-        begun = sum(len(tokens) - int(self._table.least[r.slot]) for r, tokens in self._under_way)
-        return begun + self._waiting.tokens
-
     def remove(self, request: Request) -> None:
         """Forget a request that was aborted or retracted."""
         self._under_way = [(r, t) for r, t in self._under_way if r is not request]
@@ -74,10 +67,9 @@ class Prefills:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
         if self._waiting.adapters:
             self.places.assign(self._waiting.adapters, builder.now)
-        if self.throttle.most:
-            builder.room = self.throttle.room(
-                builder.room, builder.decode_slots, builder.decode_tokens, self._backlog
-            )
+        builder.prompts = len(self._under_way) + len(self._waiting)
+        if builder.prompts:
+            builder.room = self.budget.room(builder.room, builder.decode_tokens, self._first_start())
         done: list[Request] = []
         remaining: list[tuple[Request, Ints]] = []
         self.admitted = []
@@ -89,6 +81,10 @@ class Prefills:
                 done.append(request)
         self._under_way = remaining
         return done
+
+    def _first_start(self) -> int:
+        """Tokens before the next chunk of the first prompt under way."""
+        return int(self._table.least[self._under_way[0][0].slot]) if self._under_way else 0
 
     def _admit(self, builder: PlanBuilder) -> Iterator[tuple[Request, Ints]]:
         """Admit waiting requests until the first that does not fit: overtaking would starve it. A retracted

@@ -17,6 +17,7 @@ from core.plan import RowLogprobs, StepPlan, StepResult
 from core.request import Request, State
 from core.schedule.adapters import Places
 from core.schedule.builder import PlanBuilder
+from core.schedule.chunk_budget import ChunkBudget
 from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
 from core.schedule.ledger import Arrived, InFlightStep, arrive, by_request, renumbered
@@ -84,7 +85,7 @@ class Scheduler:
             self._new_token_ratio,
             schedule_policy(config.order, cache),
             capabilities,
-            config.mixed_tokens,
+            ChunkBudget(config, capabilities),
         )
         self._draining: list[Request] = []
         self._finished: list[Request] = []
@@ -126,7 +127,6 @@ class Scheduler:
             self._release_slot(request)
         request.move(State.FINISHED)
         request.finish = finish
-        self._prefills.throttle.ended(len(request.output))
         self.counters.finished[finish.reason.value] += 1
 
     def abort(self, request: Request, finish: Finish = ABORTED) -> None:
@@ -189,6 +189,7 @@ class Scheduler:
         self.counters.steps += 1
         self._flights.append(flight)
         self._budget.spend(flight.grant, flight.decoding, flight.prompts)
+        self._prefills.budget.spend(builder)
         return plan
 
     def _decode_samples(self) -> int:
@@ -227,6 +228,7 @@ class Scheduler:
             raise RuntimeError(f"step {result.step} was answered before step {flight.step}")
         self.places.applied = result.step + 1
         self._budget.learn(flight.grant, flight.decoding, flight.prompts, result)
+        self._prefills.budget.learn(result.seconds)
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         hidden = by_request(flight, result.hidden, table)
         experts = by_request(flight, result.experts, table)

@@ -13,7 +13,6 @@ import msgspec
 from core.costs import StepCosts
 from core.plan import StepPlan
 from gpu.draft.drafter import Drafter, StepOutcome
-from gpu.ranks import Rank
 from gpu.state.tables import SlotTables
 from gpu.step.costs import Launch, is_late, measure_costs
 from gpu.step.graphs import Work
@@ -75,15 +74,16 @@ class DraftStage:
             yield from map(Follow, dict.fromkeys(map(_plain, forwards)))
         yield from map(Propose, reversed(self._sizes or ()))
 
-    def measure(self, launch: Launch, vocab: int, rank: Rank | None = None) -> StepCosts | None:
-        """What steps cost, by the `launch` of a runner, of a `rank` where there are several; once, before
-        requests have slots."""
+    def measure(
+        self, launch: Launch, vocab: int, late: Callable[[float], bool] = is_late
+    ) -> StepCosts | None:
+        """What steps cost, by the `launch` of a runner; once, before requests have slots. `late` as
+        `measure_costs` has it."""
         if self._measured:
             return None
         self._measured = True
         samples = len(self._outcome(None).samples.slots)
         sizes = range(1, samples + 1) if self._sizes is None else decode_sizes(samples)
-        late = is_late if rank is None else lambda deadline: rank.first(lambda: is_late(deadline))
         return measure_costs(launch, self._tables, sizes, vocab, late)
 
     def run(self, key: Key) -> None:

@@ -1,23 +1,28 @@
-"""What steps and drafts cost, measured before a runner serves."""
+"""What steps, drafts and prompt chunks cost, measured before a runner serves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
 from core.clock import monotonic
-from core.costs import CostTable, StepCosts
-from core.plan import StepPlan
+from core.costs import ChunkCosts, CostTable, StepCosts
+from core.plan import Chunk, StepPlan
+from core.types import NO_TOKENS
 from gpu.state.tables import SlotTables
 from gpu.step.launched import LaunchedStep
+from gpu.step.shape import Shape
+from gpu.step.shapes import mixed_sizes
 
 REPEATS: Final = 3
 """Launches of a size, one behind the other: the first one waits for the host."""
 SECONDS: Final = 0.6
 """Sizes that are left by then are not measured: a table's line leads to them."""
+FAR: Final = 4096
+"""Tokens of a prompt before the chunk whose attention is measured."""
 SPACING: Final = 1.4
 """The next size that is measured is so many times the last one; those between are on a line."""
 
@@ -78,6 +83,38 @@ def measure_costs(
     )
 
 
+def measure_chunks(
+    launch: Launch, tables: SlotTables, shape: Shape, late: Callable[[float], bool] = is_late
+) -> ChunkCosts:
+    """The costs of steps of one prompt chunk by its tokens, and of its attention by queries and keys: what a
+    chunk takes longer far behind the beginning of its prompt. `launch` and `late` as `measure_costs` has
+    them. Takes at most `SECONDS` and a few of the longest steps."""
+    context = shape.pages * shape.page_size
+    deadline = monotonic() + SECONDS
+
+    def seconds(tokens: int, start: int = 0) -> float:
+        def chunk(turn: int) -> StepPlan:
+            ids = (np.arange(tokens, dtype=np.int32) * 7919 + turn) % shape.vocab
+            return StepPlan(0, NO_TOKENS, (Chunk(1, start, ids, True),))
+
+        return _shortest(launch(chunk(turn)) for turn in range(REPEATS))
+
+    sizes = [size for size in mixed_sizes(shape.tokens) if size <= context] or [min(shape.tokens, context)]
+    measured: dict[int, float] = {}
+    for size in _spaced(sizes):
+        if len(measured) > 1 and late(deadline):
+            break
+        measured[size] = seconds(size)
+    own = max((size for size in measured if 2 * size <= context), default=0)
+    start = min(context - own, FAR)
+    pair = max(seconds(own, start) - measured[own], 0.0) / (own * start) if own else 0.0
+    tables.length.zero_()
+    known = [size for size in sizes if size <= max(measured)]
+    alone = [found - pair * size**2 / 2 for size, found in measured.items()]
+    line = np.maximum(np.interp(known, list(measured), alone), 0.0)
+    return ChunkCosts(CostTable(tuple(known), tuple(line.tolist())), pair)
+
+
 def _spaced(sizes: Sequence[int]) -> list[int]:
     """The sizes to measure: a geometric subset of ascending `sizes` with the first and the last."""
     found = list(sizes[:1])
@@ -108,4 +145,9 @@ def _seconds(launch: Launch, tables: SlotTables, vocab: int, plan: StepPlan) -> 
         tables.max_drafts[1:] = tables.most_drafts
         tables.length[1:].fill_(min(turn, 1))
         launched.append(launch(plan))
-    return min([step.wait().seconds for step in launched][1:])
+    return _shortest(launched)
+
+
+def _shortest(launched: Iterable[LaunchedStep]) -> float:
+    """Seconds of the shortest step but the first, which waits for the host; all are launched first."""
+    return min([step.wait().seconds for step in list(launched)][1:])

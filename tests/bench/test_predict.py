@@ -29,9 +29,10 @@ def test_one_client_waits_for_steps_of_one_row() -> None:
     assert all(least < gap < 1.3 * least for gap in ran.gaps)
 
 
-def test_a_prefill_limit_shortens_the_longest_gap() -> None:
+def test_chunks_that_fit_a_target_shorten_the_longest_gap() -> None:
     work = Workload(input_len=1_000, output_len=40, concurrency=16, requests=48)
-    assert max(loop(work, mixed_tokens=512).gaps) < 0.5 * max(loop(work).gaps)
+    assert max(loop(work).gaps) > 0.15
+    assert max(loop(work, itl_target=50).gaps) < 0.05
 
 
 def test_a_table_is_interpolated_and_extrapolated() -> None:

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from core.config import CacheConfig, Eviction, SchedulePolicy
-from core.costs import CostTable, StepCosts
+from core.costs import ChunkCosts, CostTable, StepCosts
 from core.request import Request
-from core.schedule import throttle
+from core.schedule import chunk_budget
 from core.schedule.adapters import PATIENCE
 from core.types import FinishReason, RootKey
 from tests.rigs.scheduler import VOCAB, Harness, prompts
@@ -19,12 +19,13 @@ EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
 
 COSTS = StepCosts(CostTable((1, 8, 64), (4.0, 4.4, 6.0)), CostTable((1, 8), (0.5, 0.6)))
 """With these, drafts pay in some steps."""
+CHUNKS = ChunkCosts(CostTable((1, 4, 16), (1e-3, 2e-3, 8e-3)), 1e-5)
 
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that prompts beside rows are held back in steps of 16 tokens too."""
-    monkeypatch.setattr(throttle, "MIN_PROMPT_TOKENS", 1)
+    monkeypatch.setattr(chunk_budget, "LEAST_CHUNK", 1)
 
 
 class Traffic:
@@ -47,7 +48,9 @@ class Traffic:
             depth=rng.randrange(3),
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
             step_tokens=rng.choice([16, 32, 64]),
-            mixed_tokens=rng.choice([0, 4, 24]),
+            itl_target=rng.choice([0, 2, 12]),
+            prefill_weight=rng.choice([0.2, 32]),
+            chunk_costs=CHUNKS,
             order=rng.choice(POLICIES),
             prefill_first=rng.random() < 0.3,
             conservativeness=rng.choice([0.01, 0.5, 1.0]),

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
+import torch
 
+from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.costs import CostTable
 from core.plan import StepPlan, StepResult
+from core.request import SamplingParams
+from gpu.build import Beside, build_executor, spec_of
 from gpu.runner import ModelRunner
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
-from gpu.step.costs import REPEATS, measure_costs
+from gpu.step.buffers import HiddenShape
+from gpu.step.costs import REPEATS, measure_chunks, measure_costs
 from gpu.step.launched import LaunchedStep
 from gpu.step.rings import Entries
-from gpu.step.shapes import decode_sizes
+from gpu.step.shape import Shape
+from gpu.step.shapes import decode_sizes, mixed_sizes
 from gpu.thread import device_thread
 from tests.rigs import tiny_model
+from tests.rigs.driver import Driver
 from tests.rigs.runner import CPU, Rig
 
 ROWS, DRAFTS, VOCAB = 24, 3, 1000
@@ -82,3 +91,62 @@ def test_a_runner_measures_itself(tmp_path: Path) -> None:
 
 def same(values: Iterable[int], value: int) -> bool:
     return all(each == value for each in values)
+
+
+CHUNKS = Shape(4, 512, 4, 64, 16, VOCAB, HiddenShape(8, torch.float32))
+"""Contexts of 1,024 tokens."""
+
+
+def test_chunks_have_a_cost_by_tokens_and_one_by_keys() -> None:
+    """Of a device on which a token takes a second, and a query and a key a hundredth of one."""
+    tables, plans = SlotTables(4, 64, CPU), list[StepPlan]()
+
+    def launch(plan: StepPlan) -> LaunchedStep:
+        plans.append(plan)
+        (chunk,) = plan.chunks
+        count = len(chunk.tokens)
+        assert chunk.start + count <= 1024, "within the context"
+        assert max(chunk.tokens) < VOCAB and len(set(chunk.tokens.tolist())) > count // 2
+        seconds = 5 + count + 0.01 * count * (chunk.start + count / 2)
+        first = len(plans) % REPEATS == 1
+        return cast("LaunchedStep", Timed._Step(1e6 if first else seconds))
+
+    costs = measure_chunks(launch, tables, CHUNKS)
+    assert costs.pair == pytest.approx(0.01)
+    assert costs.step.sizes == tuple(mixed_sizes(512))
+    assert costs.step.seconds == pytest.approx([5.0 + size for size in costs.step.sizes])
+    assert not tables.length.any()
+
+
+def test_a_context_of_few_tokens_has_no_chunks_far_behind() -> None:
+    tables = SlotTables(4, 1, CPU)
+    device = SimpleNamespace(wait=lambda: StepResult(0, np.zeros(0, np.int32), seconds=2.0))
+    found = measure_chunks(lambda plan: cast("LaunchedStep", device), tables, CHUNKS._replace(pages=1))
+    assert (found.step.sizes, found.step.seconds, found.pair) == ((16,), (2.0,), 0.0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_prompts_are_paced_by_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    """A target that no step meets: chunks beside rows are the least, and texts those without a target."""
+    monkeypatch.setattr("core.schedule.chunk_budget.LEAST_CHUNK", 16)
+    path = tiny_model.build("llama", tmp_path).path
+    prompts = [[int(i * seed % 250) + 3 for i in range(100)] for seed in (7, 11, 13)]
+    params = [SamplingParams(temperature=0.0, max_tokens=30)] * len(prompts)
+    texts, most = list[list[list[int]]](), list[int]()
+    for target in (0.0, 1e-3):
+        schedule = ScheduleConfig(step_tokens=512, max_running=4, itl_target=target)
+        model, cache = ModelConfig(device="cpu"), CacheConfig(page_size=4, kv_tokens=4096)
+        beside = Beside(parallel=ParallelConfig(tp=tp))
+        made = build_executor(spec_of(path), path, model, cache, schedule, lambda *_: None, beside)
+        made.prepare(lambda share: None)
+        assert (made.capabilities.chunk_costs is None) == (target == 0.0)
+        driver, plans = Driver(made, schedule), list[StepPlan]()
+        submit = made.submit
+        monkeypatch.setattr(made, "submit", lambda plan, s=submit, p=plans: (p.append(plan), s(plan)))
+        texts.append([answer.tokens for answer in driver.run(prompts, params)])
+        driver.close()
+        most.append(max(len(c.tokens) for plan in plans if len(plan.decode_slots) for c in plan.chunks))
+    assert texts[0] == texts[1]
+    assert most == [100, 16]

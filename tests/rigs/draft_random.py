@@ -21,6 +21,7 @@ from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.command import Command, CommandDone
 from core.config import ScheduleConfig
+from core.costs import ChunkCosts, CostTable
 from core.executor import Capabilities
 from core.grammar import GrammarCompiler, GrammarSpec
 from core.plan import MASKED_DRAFTS, StepFailure, StepPlan, StepResult
@@ -85,6 +86,10 @@ def some_jobs(rng: random.Random, count: int) -> list[Job]:
     return found
 
 
+CHUNKS = ChunkCosts(CostTable((1, 64), (1e-3, 64e-3)), 0.0)
+"""A token takes a millisecond."""
+
+
 class Text(NamedTuple):
     """What a client gets of one choice."""
 
@@ -104,7 +109,7 @@ class Setup(NamedTuple):
     step_tokens: int = 48
     samples: int = 40
     order: str = "fcfs"
-    mixed: int = 0
+    target: float = 0.0
 
 
 ALONE = Setup(Drafts(0, 0.0), overlap=0)
@@ -202,10 +207,10 @@ class RandomEngine:
             num_pages=pages + 1, page_size=setup.page, max_rows=rows, context_length=CONTEXT,
             vocab_size=VOCAB, max_step_tokens=setup.step_tokens, max_drafts=drafts.depth,
             max_samples=setup.samples, max_chunks=rows, processors=tuple(KNOWN),
-            masked_drafts=0 if drafts.trees else MASKED_DRAFTS,
+            masked_drafts=0 if drafts.trees else MASKED_DRAFTS, chunk_costs=CHUNKS,
         )  # fmt: skip
         config = msgspec.convert(
-            {"overlap_depth": setup.overlap, "order": setup.order, "mixed_tokens": setup.mixed},
+            {"overlap_depth": setup.overlap, "order": setup.order, "itl_target": setup.target},
             ScheduleConfig,
         )
         self.clock, self.most = Clock(), drafting.most

@@ -12,7 +12,7 @@ from core.adapters import AdapterLimits
 from core.cache.manager import CacheManager
 from core.command import Command
 from core.config import CacheConfig, ScheduleConfig
-from core.costs import StepCosts
+from core.costs import ChunkCosts, StepCosts
 from core.executor import Capabilities
 from core.plan import StepResult
 from core.request import Request, SamplingParams
@@ -49,6 +49,7 @@ class Harness:
         samples: int = 0,
         seed: int = 0,
         costs: StepCosts | None = None,
+        chunk_costs: ChunkCosts | None = None,
         places: int = 0,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
         **schedule: object,
@@ -68,6 +69,7 @@ class Harness:
             max_drafts=drafts,
             max_samples=samples,
             costs=costs,
+            chunk_costs=chunk_costs,
             adapters=AdapterLimits(places=places, max_rank=8, host=4) if places else None,
         )
         self.executor = FakeExecutor(capabilities, seed=seed)

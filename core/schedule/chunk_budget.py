@@ -1,0 +1,123 @@
+"""Chunk sizes: how many prompt tokens a step with decode rows takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from core.config import ScheduleConfig
+from core.executor import Capabilities
+from core.schedule.builder import PlanBuilder
+
+LEAST_CHUNK: Final = 256
+"""Prompt tokens of a step beside any number of rows, where prompts have their turn: they make progress even
+if rows alone take longer than the target."""
+SPACING: Final = 512
+"""Tokens between the sizes that are considered beyond the measured ones."""
+LEARNING: Final = 1 / 8
+"""Weight of a step's seconds in the averages of what the costs leave out."""
+MOST_EXCESS: Final = 4.0
+"""Times the known seconds: more is an accident."""
+SCALES: Final = (0.5, 2.0)
+"""What measured seconds of steps with chunks may be of the predicted ones."""
+
+
+class _Spent(NamedTuple):
+    """A step in flight: its decode tokens, whether it has chunks, and its seconds as predicted."""
+
+    rows: int
+    mixed: bool
+    seconds: float
+
+
+class ChunkBudget:
+    """Keeps streams fluent while prompts are computed. In steps with decode rows
+
+    size   chunks are the largest with which a step takes at most `--itl-target`: that is the gap between two
+           tokens of each row
+    share  between steps with chunks come steps without, so that prompts take at most the share
+
+               weight * prompts / (weight * prompts + rows)
+
+           of the device's time. `prompts` wait or are under way; one of them is worth `weight` rows.
+
+    Steps without rows take all that they can hold. The share is an account: each step pays in that share of
+    its seconds, and chunks pay what a step takes longer than its rows alone; while it is overdrawn, prompts
+    pause. It holds at most one target, and nothing while no prompt waits.
+
+    A step's seconds are known from costs that the executor measured. What they leave out, decode rows' reads
+    of KV above all, is averaged over steps without chunks; and steps with chunks are compared with what was
+    predicted for them.
+
+    Owner: event loop.
+    """
+
+    def __init__(self, config: ScheduleConfig, capabilities: Capabilities) -> None:
+        """Without measured costs, or a target, nothing is limited."""
+        costs, most = capabilities.chunk_costs, capabilities.max_step_tokens
+        self._target = 1e-3 * config.itl_target
+        self.limits = costs is not None and self._target > 0
+        self._weight = config.prefill_weight
+        self._flights: deque[_Spent] = deque()
+        self._account = 0.0
+        self._excess = 0.0
+        self._scale = 1.0
+        if costs is not None:
+            self._seconds, self._pair = costs.step.upto(most), costs.pair
+            known = np.array(costs.step.sizes)
+            known = known[known <= most]
+            beyond = np.arange(known[-1] + SPACING, most + SPACING, SPACING).clip(max=most)
+            self._sizes = np.unique(np.concatenate([known, beyond]))
+
+    def room(self, room: int, rows: int, start: int) -> int:
+        """Prompt tokens that a step of `rows` decode tokens with `room` left may take, the first of them
+        behind `start` tokens of their prompt."""
+        if not self.limits or not rows:
+            return room
+        if self._account < 0:
+            return 0
+        chunks = self._sizes - rows
+        seconds = self._scale * (
+            self._seconds[self._sizes] + self._excess + self._pair * chunks * (start + chunks / 2)
+        )
+        fitting = chunks[(chunks > 0) & (seconds <= self._target)]
+        most = int(fitting[-1]) if len(fitting) else 0
+        return min(room, max(most, LEAST_CHUNK))
+
+    def spend(self, plan: PlanBuilder) -> None:
+        """A step was planned."""
+        if not self.limits:
+            return
+        rows, tokens, prompts = plan.decode_tokens, plan.prompt_tokens, plan.prompts
+        plain = self._plain(rows)
+        seconds = plain
+        if tokens:
+            known = float(self._seconds[rows + tokens]) + self._excess * (rows > 0)
+            seconds = self._scale * (known + self._pair * plan.pairs)
+        self._flights.append(_Spent(rows, tokens > 0, seconds))
+        if not rows or not prompts:
+            self._account = 0.0
+            return
+        share = self._weight * prompts / (self._weight * prompts + rows)
+        self._account = min(self._account + share * seconds - max(seconds - plain, 0.0), self._target)
+
+    def learn(self, seconds: float) -> None:
+        """The oldest step in flight took `seconds`; 0: it is not known."""
+        if not self.limits:
+            return
+        rows, mixed, predicted = self._flights.popleft()
+        if not seconds or not rows:
+            return
+        if mixed:
+            found = self._scale * seconds / predicted
+            self._scale += (min(max(found, SCALES[0]), SCALES[1]) - self._scale) * LEARNING
+        else:
+            known = float(self._seconds[rows])
+            beyond = min(max(seconds - known, -known), MOST_EXCESS * known)
+            self._excess += (beyond - self._excess) * LEARNING
+
+    def _plain(self, rows: int) -> float:
+        """Seconds of a step of `rows` decode tokens alone."""
+        return max(float(self._seconds[rows]) + self._excess, 0.0) if rows else 0.0

@@ -1,0 +1,160 @@
+"""What prompts may take of steps with decode rows: no more than keeps streams fluent, and no less."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from core.config import ScheduleConfig
+from core.costs import ChunkCosts, CostTable
+from core.executor import Capabilities
+from core.plan import StepPlan
+from core.schedule import chunk_budget
+from core.schedule.builder import PlanBuilder
+from core.schedule.chunk_budget import ChunkBudget
+from core.schedule.speculation import NO_DRAFTS
+from tests.rigs.scheduler import Harness
+
+STEP, LEAST = 400, 8
+SIZES = tuple(range(16, 401, 16))
+COSTS = ChunkCosts(CostTable(SIZES, tuple(1e-3 + 1e-4 * size for size in SIZES)), 0.0)
+"""A step takes 1 ms and 0.1 ms a token."""
+DEEP = ChunkCosts(COSTS.step, 1e-7)
+"""The same, and a tenth of a microsecond for each query and key."""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_budget, "LEAST_CHUNK", LEAST)
+
+
+def harness(target: float = 11.0, costs: ChunkCosts | None = COSTS, rows: int = 8, **more: object) -> Harness:
+    return Harness(pages=5_000, rows=rows, step_tokens=STEP, chunk_costs=costs, itl_target=target, **more)  # type: ignore[arg-type]
+
+
+def decoding(h: Harness, rows: int = 1, max_tokens: int = 200) -> None:
+    """So many rows, their prompts behind them."""
+    for row in range(rows):
+        h.request([row + 1] * 4, max_tokens)
+    for _ in range(3):
+        h.turn()
+
+
+def plans(h: Harness) -> list[StepPlan]:
+    """Turn until all is over; the plans from the first with prompts to the last."""
+    before = len(h.executor.plans)
+    h.run()
+    found = h.executor.plans[before:]
+    with_prompts = [at for at, plan in enumerate(found) if plan.chunks]
+    return found[with_prompts[0] : with_prompts[-1] + 1]
+
+
+def test_chunks_beside_rows_are_the_largest_that_fit() -> None:
+    h = harness()
+    decoding(h)
+    long = h.request(range(1, 601), 4)
+    sizes = [plan.num_tokens for plan in plans(h)]
+    assert sizes[0] == 93, "12 ms would be 112 tokens, 10.6 are 96: 92 in whole pages of 4 beside a row"
+    assert max(sizes) <= 96
+    h.check(long)
+
+
+def test_prompts_alone_fill_their_steps() -> None:
+    h = harness()
+    h.request(range(1, 601), 4)
+    assert [plan.num_tokens for plan in plans(h)] == [STEP, 200]
+
+
+@pytest.mark.parametrize(("target", "costs"), [(0.0, COSTS), (11.0, None)], ids=["no target", "not measured"])
+def test_without_a_target_or_costs_rows_change_nothing(target: float, costs: ChunkCosts | None) -> None:
+    h = harness(target, costs)
+    decoding(h)
+    h.request(range(1, 601), 4)
+    assert max(plan.num_tokens for plan in plans(h)) == STEP - 3, "whole pages beside a row"
+
+
+def test_prompts_go_on_where_rows_alone_take_too_long() -> None:
+    h = harness(target=1.0)
+    decoding(h)
+    long = h.request(range(1, 101), 4)
+    chunks = [len(chunk.tokens) for plan in plans(h) for chunk in plan.chunks]
+    assert max(chunks) == LEAST
+    h.check(long)
+
+
+def test_chunks_far_behind_the_beginning_of_a_prompt_are_smaller() -> None:
+    h = harness(costs=DEEP)
+    decoding(h)
+    h.request(range(1, 1201), 4)
+    sizes = [plan.num_tokens for plan in plans(h) if plan.chunks]
+    assert sizes[0] > sizes[len(sizes) // 2] > sizes[-2] >= LEAST
+    assert all(later <= earlier for earlier, later in pairwise(sizes))
+
+
+@pytest.mark.parametrize("weight", [0.5, 4.0])
+def test_prompts_take_their_share_of_the_time(weight: float) -> None:
+    """Beside more rows than prompts there are steps without chunks."""
+    h = harness(prefill_weight=weight)
+    decoding(h, rows=4, max_tokens=250)
+    h.request(range(1, 501), 1)
+    found = plans(h)
+    whole = sum(1e-3 + 1e-4 * max(-(-plan.num_tokens // 16) * 16, 16) for plan in found)
+    extra = whole - len(found) * (1e-3 + 1e-4 * 16)
+    share = weight / (weight + 4)
+    assert share * whole - 0.011 < extra < share * whole + 0.011
+    assert any(not plan.chunks for plan in found)
+
+
+def test_one_prompt_beside_one_row_hardly_pauses() -> None:
+    h = harness()
+    decoding(h)
+    h.request(range(1, 1_001), 1)
+    found = plans(h)
+    assert sum(not plan.chunks for plan in found) < len(found) / 8
+
+
+def budget(costs: ChunkCosts = COSTS) -> ChunkBudget:
+    sizes = Capabilities(
+        num_pages=2, page_size=1, max_rows=64, context_length=9, vocab_size=9, max_step_tokens=STEP,
+        chunk_costs=costs,
+    )  # fmt: skip
+    return ChunkBudget(ScheduleConfig(itl_target=11.0), sizes)
+
+
+def planned(rows: int, tokens: int) -> PlanBuilder:
+    found = PlanBuilder(STEP, 64, 0.0, NO_DRAFTS)
+    found.decode_tokens, found.prompt_tokens, found.prompts = rows, tokens, 1
+    return found
+
+
+def taking(rows: int, tokens: int, seconds: float, steps: int) -> int:
+    """Room beside `rows` rows after so many equal steps."""
+    found = budget()
+    for _ in range(steps):
+        found.spend(planned(rows, tokens))
+        found.learn(seconds)
+        found._account = 0.0
+    return found.room(STEP, 16, 0)
+
+
+def test_what_costs_leave_out_is_learned_from_steps() -> None:
+    assert taking(16, 0, 2.6e-3, 50) == 80, "as measured"
+    assert taking(16, 0, 5.8e-3, 50) == 48, "3.2 ms for keys that rows read"
+    assert taking(16, 80, 2 * 10.6e-3, 50) == 16, "twice the predicted time"
+    assert taking(16, 80, 60.0, 1) == 64, "an accident counts for one step"
+    assert taking(16, 80, 0.0, 50) == 80, "an executor that does not measure"
+
+
+def test_time_that_prompts_did_not_use_is_not_saved() -> None:
+    found = budget()
+    idle = planned(16, 0)
+    idle.prompts = 0
+    for _ in range(100):
+        found.spend(idle)
+        found.learn(0.0)
+    assert found._account == 0.0
+    for _ in range(100):
+        found.spend(planned(16, 0))
+        found.learn(0.0)
+    assert found._account == pytest.approx(0.011), "one target"
