@@ -8,7 +8,7 @@ tokens. Output tokens a second (of `prefill` all tokens), predicted with the def
     8B                 3,678 (3,761)    6,240 (6,375)    41,793 (42,095)    19,976 (18,663)
     30B-A3B            1,986 (2,068)    7,291 (7,496)    69,761 (71,397)    20,600 (20,299)
 
-and with `--itl-target 50` (not measured yet), p99 of the gaps between tokens in brackets, ms without and with:
+and with `--itl-target 50` (not measured yet), in brackets the p99 gap between tokens, ms without and with:
 
     8B                 3,673 (7, 48)    6,045 (189, 48)  39,777 (196, 50)   19,508 (175, 48)
     30B-A3B            1,993 (17, 42)   7,256 (104, 46)  60,730 (117, 50)   20,837 (92, 43)
