@@ -79,15 +79,19 @@ def parsed(received: bytes) -> Answer:
     return Answer(int(words[1]), {name.lower(): value.strip() for name, _, value in fields}, body)
 
 
-async def exchange(port: int, data: bytes) -> Answer:
-    """Send bytes, read until the connection ends: by close, reset, refusal or timeout."""
+async def exchange(port: int, data: bytes, end: bool = False) -> Answer:
+    """Send bytes, read until the connection ends: by close, reset, refusal or timeout. With `end` the server
+    is told that there will be no more, once it has begun to answer."""
     received = b""
     with suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(REQUEST_TIMEOUT):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 writer.write(data)
-                received = await reader.read()
+                if end:
+                    received = await reader.read(1)
+                    writer.write_eof()
+                received += await reader.read()
             finally:
                 writer.transport.abort()
     return parsed(received)

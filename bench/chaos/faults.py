@@ -227,11 +227,11 @@ def hang_launch(patches: Patches, live: Live) -> None:
 
 
 STAGES: dict[str, Fault] = {
+    "launch": once(ModelRunner, "launch", RuntimeError("injected into launch")),
     "plan": once(Scheduler, "plan", RuntimeError("injected into plan")),
     "apply": once(Scheduler, "apply", RuntimeError("injected into apply")),
     "deliver": once(Recorder, "ended", RuntimeError("injected into deliver"), 2),
     "feed": once(Stream, "feed", RuntimeError("injected into feed"), 5 * AFTER),
-    "launch": once(ModelRunner, "launch", RuntimeError("injected into launch")),
     "wait": once(LaunchedStep, "wait", RuntimeError("injected into wait")),
     "sample": once(SamplingStage, "launch", RuntimeError("injected into sample")),
     "compile": once(Compiler, "compile", RuntimeError("injected into compile"), 0),

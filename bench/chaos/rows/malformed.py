@@ -107,7 +107,7 @@ def _is_error(body: bytes) -> bool:
 async def costly(bench: Bench) -> Outcome:
     """Requests that are slow to decode, validate or answer are handled off the event loop or in slices, or
     rejected."""
-    outcome, size = Outcome(), bench.count(8 * 2**20, 2**20) - 4096
+    outcome, size = Outcome(), bench.count(8 * 2**20, 2**18) - 4096
     await bench.server.call("reset_sizes")
 
     async def attack() -> None:
