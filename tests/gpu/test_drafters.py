@@ -167,7 +167,7 @@ def jobs() -> list[Job]:
             prompt=np.array([5, 100 + at, *(i * 31 % 250 + 4 for i in range(length - 2))], np.int32),
             seed=at,
             sampling=SamplingParams(temperature=float(at % 2)),
-            max_tokens=22,
+            max_tokens=16,
             ignore_eos=True,
         )
         for at, length in enumerate(LENGTHS)

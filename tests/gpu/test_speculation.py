@@ -9,7 +9,7 @@ import pytest
 
 from gpu.draft.tree import Tree
 from tests.rigs import drafters, tiny_model
-from tests.rigs.draft_jobs import HOSTS_OWN, Engines, engines_of, jobs, same
+from tests.rigs.draft_jobs import FEW, HOSTS_OWN, Engines, engines_of, jobs, same
 from tests.rigs.drafting import Drafts
 from tests.rigs.tiny_model import Tiny
 
@@ -32,9 +32,9 @@ async def test_a_draft_model_that_is_the_target_is_always_right(
     engines: Engines, tiny: Tiny, depth: int, overlap: int
 ) -> None:
     """Drawn tokens too: drafts have the noise of their positions."""
-    plain = await engines.plain(jobs())
+    plain = await engines.plain(jobs(FEW))
     engine = engines.make(Drafts(depth, 0.0, drafters.small(tiny.path)), overlap)
-    for answer in await engine.answers(jobs()):
+    for answer in await engine.answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
         most = engine.runner.most[answer.run.prompt.tobytes()]
         assert most == 1 if answer.run.id in HOSTS_OWN else most <= 1 + depth
@@ -47,10 +47,10 @@ async def test_a_draft_model_that_is_the_target_is_always_right(
 async def test_trees_of_the_target_are_often_right(
     engines: Engines, tiny: Tiny, tree: Tree, overlap: int
 ) -> None:
-    plain = await engines.plain(jobs())
+    plain = await engines.plain(jobs(FEW))
     most = max(tree.nodes, (tree.steps - 1) * tree.topk)
     engine = engines.make(Drafts(most, 0.0, drafters.small(tiny.path, tree), trees=True), overlap)
-    for answer in await engine.answers(jobs()):
+    for answer in await engine.answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
     for name in ("greedy", "seeded"):
         assert engine.runner.most[plain[name].run.prompt.tobytes()] > min(tree.steps, 2)
@@ -62,9 +62,9 @@ async def test_trees_of_the_target_are_often_right(
 async def test_a_heads_trees_change_no_text(
     engines: Engines, tmp_path: Path, name: str, tree: Tree, overlap: int
 ) -> None:
-    plain = await engines.plain(jobs())
+    plain = await engines.plain(jobs(FEW))
     drafts = Drafts(tree.nodes, 0.0, drafters.head(name, tmp_path, tree=tree), trees=True)
-    for answer in await engines.make(drafts, overlap).answers(jobs()):
+    for answer in await engines.make(drafts, overlap).answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
 
 
@@ -80,9 +80,9 @@ async def test_a_heads_trees_change_no_text(
 async def test_a_heads_guesses_change_no_text(
     engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
 ) -> None:
-    plain = await engines.plain(jobs())
+    plain = await engines.plain(jobs(FEW))
     engine = engines.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
-    for answer in await engine.answers(jobs()):
+    for answer in await engine.answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
 
 
@@ -97,16 +97,16 @@ async def test_a_heads_guesses_change_no_text(
 async def test_a_blocks_guesses_change_no_text(
     engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
 ) -> None:
-    plain = await engines.plain(jobs())
+    plain = await engines.plain(jobs(FEW))
     engine = engines.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
-    for answer in await engine.answers(jobs()):
+    for answer in await engine.answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
 async def test_looked_up_drafts_change_no_text(engines: Engines, overlap: int) -> None:
-    plain = await engines.plain(jobs())
+    plain = await engines.plain(jobs(FEW))
     engine = engines.make(Drafts(4, 0.0, drafters.ngram(4)), overlap)
-    for answer in await engine.answers(jobs()):
+    for answer in await engine.answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
     assert max(engine.runner.most.values()) > 1

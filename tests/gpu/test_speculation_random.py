@@ -24,7 +24,7 @@ from tests.rigs.drafting import Drafts
 from tests.rigs.tiny_model import VOCAB
 
 STOP = 3
-STEPS = int(os.environ.get("LOOM_RANDOM_STEPS", "2750"))
+STEPS = int(os.environ.get("LOOM_RANDOM_STEPS", "1350"))
 
 MAKERS: dict[str, Callable[[int, Path, Path], Make]] = {
     "right": lambda depth, target, path: drafters.small(target),
@@ -73,7 +73,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
     path = tiny_model.build("qwen3", tmp_path_factory.mktemp("target")).path
     tokenizer = Tokenizer.load(None, VOCAB, [STOP])
     compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
-    jobs = some_jobs(random.Random(5), 120)
+    jobs = some_jobs(random.Random(5), 60)
 
     async def answers() -> dict[str, list[Text]]:
         engine = RandomEngine(path, ALONE, {}, tokenizer, compiler)
@@ -96,7 +96,7 @@ async def test_texts_are_those_of_requests_alone(alone: Alone, tmp_path: Path, n
     engine = RandomEngine(alone.path, setup, texts, alone.tokenizer, alone.compiler, seed=len(name) + depth)
     whole = await engine.play(alone.jobs, STEPS // len(CASES), alone.texts)
     engine.close()
-    assert whole > 20
+    assert whole > 10
     assert engine.scheduler.statistics().retractions > 0
     # `small` and the heads guess badly; the others are right now and then.
     if kind in ("right", "right-tree", "ngram", ""):

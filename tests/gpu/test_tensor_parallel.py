@@ -36,7 +36,7 @@ from gpu.parts import Target
 from gpu.runner import ModelRunner
 from tests.rigs import draft_heads, gguf_file, lora, tiny_model
 from tests.rigs.arrays import ints
-from tests.rigs.draft_jobs import STOP, jobs, same
+from tests.rigs.draft_jobs import FEW, STOP, jobs, same
 from tests.rigs.drafting import Answer as Told
 from tests.rigs.driver import Answer, Driver
 from tests.rigs.runner import GREEDY
@@ -186,7 +186,7 @@ class Serving(NamedTuple):
         submitter = Submitter(Replicas([engine]), self.tokenizer, monotonic, self.grammars)
         engine.start(asyncio.get_running_loop())
         found = []
-        for job in jobs():
+        for job in jobs(FEW):
             pieces: list[Piece] = []
             run = await submitter.start(job, lambda index, piece, into=pieces: into.append(piece))  # type: ignore[misc]
             assert isinstance(run, LiveRun)
@@ -254,27 +254,43 @@ async def test_drafts_that_end_on_rank_0_end_on_all(
         same(told, want)
 
 
+ADAPTERS = ("", "a", "b", "c", "d")
+
+
+class Adapted:
+    """Adapters of a checkpoint, and what each says on one rank."""
+
+    def __init__(self, moe: Path, directory: Path) -> None:
+        self._moe, self._directory = moe, directory
+        for seed, name in enumerate(ADAPTERS[1:], 1):
+            made = lora.adapter_for(moe, TARGETS, rank=2 * seed, seed=seed)
+            lora.save(made, directory / name, rank=2 * seed)
+        self.one = self.tokens(1, NO_DRAFTS)
+        assert len(set(map(tuple, self.one))) == len(ADAPTERS)
+
+    def tokens(self, tp: int, drafting: Drafting) -> list[list[int]]:
+        """Of two requests for each."""
+        schedule = ScheduleConfig(step_tokens=64, max_running=6)
+        driver = Driver(build(self._moe, tp, schedule, Beside(drafting, lora.LIMITS)), schedule)
+        for name in ADAPTERS[1:]:
+            driver.load(name, self._directory / name)
+        params = SamplingParams(temperature=0.0, max_tokens=12)
+        found = driver.run(PROMPTS[:1] * 10, [params] * 10, adapters=ADAPTERS * 2)
+        driver.close()
+        return [answer.tokens for answer in found]
+
+
+@pytest.fixture(scope="module")
+def adapted(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(moe, tmp_path_factory.mktemp("adapters"))
+
+
 @pytest.mark.parametrize(
     ("tp", "drafting"), [(2, NO_DRAFTS), (4, Drafting(SpeculativeConfig(algorithm="ngram")))]
 )
-def test_adapters_say_what_they_say_on_one_rank(
-    moe: Path, tmp_path: Path, tp: int, drafting: Drafting
-) -> None:
+def test_adapters_say_what_they_say_on_one_rank(adapted: Adapted, tp: int, drafting: Drafting) -> None:
     """Of attention, MLPs, experts, the embedding and the head; more than there are places for."""
-    names = ("", "a", "b", "c", "d")
-    for seed, name in enumerate(names[1:], 1):
-        lora.save(lora.adapter_for(moe, TARGETS, rank=2 * seed, seed=seed), tmp_path / name, rank=2 * seed)
-    schedule = ScheduleConfig(step_tokens=64, max_running=6)
-    params = SamplingParams(temperature=0.0, max_tokens=16)
-    told = []
-    for ranks, beside in ((1, NO_DRAFTS), (tp, drafting)):
-        driver = Driver(build(moe, ranks, schedule, Beside(beside, lora.LIMITS)), schedule)
-        for name in names[1:]:
-            driver.load(name, tmp_path / name)
-        found = driver.run(PROMPTS[:1] * 10, [params] * 10, adapters=names * 2)
-        told.append([answer.tokens for answer in found])
-        driver.close()
-    assert told[1] == told[0] and len(set(map(tuple, told[0]))) == len(names)
+    assert adapted.tokens(tp, drafting) == adapted.one
 
 
 # -- what ends ranks, and what changes between steps --------------------------------------------------

@@ -27,6 +27,7 @@ from tests.rigs.tiny_model import VOCAB
 STOP = 3
 """A byte that no text has."""
 TOKENS = 30
+FEW = 20
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 LETTERS = tuple(map(chr, range(97, 123)))
 
@@ -71,8 +72,8 @@ HOSTS_OWN = {"processor", "processor that raises"}
 """The host changes logits between their tokens: drafts are not for them."""
 
 
-def jobs() -> list[Job]:
-    """One of each, of prompts of different lengths."""
+def jobs(tokens: int = TOKENS) -> list[Job]:
+    """One of each, of prompts of different lengths; most answers have so many tokens."""
     found = {name: {"sampling": SamplingParams(**params)} for name, params in SAMPLING.items()} | OTHERS
     made = []
     for at, (name, more) in enumerate(found.items()):
@@ -82,7 +83,7 @@ def jobs() -> list[Job]:
             prompt = np.append(np.zeros(len(more["embeds"]), np.int32), prompt)
             more["root"] = RootKey(own=name)
         made.append(
-            Job(id=name, prompt=prompt, seed=at, **{"max_tokens": TOKENS, "ignore_eos": True, **more})
+            Job(id=name, prompt=prompt, seed=at, **{"max_tokens": tokens, "ignore_eos": True, **more})
         )
     return made
 
