@@ -88,7 +88,7 @@ def test_a_run(
     monkeypatch.setattr(churn, "PERIOD", 0.1)
     out = tmp_path / "out.json"
     out.write_text(json.dumps([{"name": "c32-one", "ratio": 0}, {"name": "older"}]))
-    sizes = ["--clients", "4", "--input-len", "16", "--output-len", "48", "--vocab-high", "200"]
+    sizes = ["--clients", "4", "--input-len", "16", "--output-len", "24", "--vocab-high", "200"]
     wanted = "c32-*,zipf-c32,churn-c32" if together else "c32-one"
     server = ["--device", "cpu", "--chat-template", str(model / "template.jinja")]
     run = ["--cases", wanted, "--rounds", "2", "--rank", "4", "--places", "3", "--tmp", str(tmp_path)]

@@ -175,6 +175,12 @@ def without(rows: int, costs: StepCosts) -> float:
 
 ROWS = (1, 4, 16, 64, 128, 256)
 COSTS = pytest.mark.parametrize("costs", [DENSE, EXPERTS], ids=["dense", "experts"])
+PAIRS = [(rows, costs) for rows in ROWS for costs in (DENSE, EXPERTS)]
+# Each number of rows, and of each model few and many.
+TURNS, OTHER_TURNS = (
+    pytest.mark.parametrize(("rows", "costs"), [PAIRS[at + (at // 2 + first) % 2] for at in range(0, 12, 2)])
+    for first in (0, 1)
+)
 
 
 @COSTS
@@ -188,15 +194,13 @@ def test_rejected_drafts_cost_nothing(rows: int, depth: int, costs: StepCosts) -
     assert sum(plan.proposes for plan in simulation.plans[-400:]) > 0, "it is tried again"
 
 
-@COSTS
-@pytest.mark.parametrize("rows", ROWS)
+@TURNS
 def test_acceptance_that_ends_halfway(rows: int, costs: StepCosts) -> None:
     simulation = simulated(Load(rows, 2 * tokens(rows), GOOD, later=BAD), costs)
     assert 2 * without(rows, costs) / simulation.now >= 0.99
 
 
-@COSTS
-@pytest.mark.parametrize("rows", ROWS)
+@OTHER_TURNS
 def test_acceptance_that_begins_halfway(rows: int, costs: StepCosts) -> None:
     load = Load(rows, 2 * tokens(rows), BAD, later=GOOD)
     best = simulated(Load(rows, tokens(rows), GOOD), costs).now
@@ -204,8 +208,7 @@ def test_acceptance_that_begins_halfway(rows: int, costs: StepCosts) -> None:
     assert half <= 1.3 * best
 
 
-@COSTS
-@pytest.mark.parametrize("rows", ROWS)
+@TURNS
 def test_as_good_as_the_best_fixed_number(rows: int, costs: StepCosts) -> None:
     load = Load(rows, tokens(rows), GOOD)
     fixed = [simulated(load, costs, drafts, adaptive=False).now for drafts in range(1, MOST + 1)]

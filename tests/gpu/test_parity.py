@@ -14,7 +14,8 @@ from tests.rigs.tiny_model import Tiny
 A = [int(i * 37 % 251) + 3 for i in range(40)]
 B = [int(i * 53 % 241) + 5 for i in range(23)]
 C = [*A[:32], 9, 8, 7, 6, 5]
-TOKENS = 64
+TOKENS = 40
+"""Texts of 80: longer than every window and every length that positions were trained for."""
 
 
 @pytest.fixture(scope="module", params=sorted(tiny_model.VARIANTS))

@@ -300,7 +300,7 @@ class Drafting:
         return tokens, counts
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_rows_of_several_tokens(kernels: str, exact: bool, seed: int, device: torch.device) -> None:
@@ -371,8 +371,14 @@ MANY = 1100
 """Rows that one pass of the kernel does not hold."""
 
 
-@pytest.mark.parametrize("budget", [0, 1, 1100, 2047, 3300])
-@pytest.mark.parametrize("told", ["nothing", "levels", "anything"])
+@pytest.mark.parametrize(
+    ("told", "budget"),
+    [
+        *(("nothing", budget) for budget in (1, 2047)),
+        *(("levels", budget) for budget in (0, 1100, 3300)),
+        *(("anything", budget) for budget in (1, 1100, 2047)),
+    ],
+)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drafts_go_to_the_rows_that_will_most_likely_take_them(
     kernels: str, told: str, budget: int, device: torch.device
