@@ -47,7 +47,8 @@ CAPABILITIES = Capabilities(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return tiny_model.build("llama", tmp_path_factory.mktemp("llama"))
+    """Two layers: what they compute is compared in `test_ops`, and the interpreter is slow."""
+    return tiny_model.build("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
