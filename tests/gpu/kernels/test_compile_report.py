@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("triton")
-
 from bench.kernels.compile import unwritten_registers
 
 MOVED = """
