@@ -103,27 +103,35 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         q, layer = empty(128, heads.q, heads.dim), Pages(both[:, 0], both[:, 1], table, 16, 0.1)
         cascade.prefix_attention(q, layer, slots, n, config, pdl=pdl)
 
-    def experts(tokens: int, config: MoeConfig | None = None, fp8: Fp8 = "", adapters: bool = False) -> None:
+    def experts(
+        tokens: int,
+        config: MoeConfig | None = None,
+        fp8: Fp8 = "",
+        rank: int = 0,
+        *,
+        of: MoeSize = SIZE,
+    ) -> None:
+        """With `rank`, of an adapter."""
         name = weight_name(fp8, "bfloat16")
-        shape = MoeShape(SIZE.experts, SIZE.width, SIZE.hidden, SIZE.top_k, name, "H200")
+        shape = MoeShape(of.experts, of.width, of.hidden, of.top_k, name, "H200")
         kind = FP8 if fp8 else DTYPE
-        x, logits = empty(tokens, SIZE.hidden), empty(tokens, SIZE.experts, dtype=torch.float32)
+        x, logits = empty(tokens, of.hidden), empty(tokens, of.experts, dtype=torch.float32)
         weights = (
-            empty(SIZE.experts, 2 * SIZE.width, SIZE.hidden, dtype=kind),
-            empty(SIZE.experts, SIZE.hidden, SIZE.width, dtype=kind),
+            empty(of.experts, 2 * of.width, of.hidden, dtype=kind),
+            empty(of.experts, of.hidden, of.width, dtype=kind),
         )
-        sizes = ([SIZE.width] * 2, SIZE.hidden), ([SIZE.hidden], SIZE.width)
+        sizes = ([of.width] * 2, of.hidden), ([of.hidden], of.width)
         shapes = [scale_shape(fp8 or "rows", *size) or () for size in sizes]
-        scales = [empty(SIZE.experts, *each, dtype=torch.float32) for each in shapes]
-        after = empty(tokens, SIZE.hidden), empty(SIZE.hidden), 1e-6
+        scales = [empty(of.experts, *each, dtype=torch.float32) for each in shapes]
+        after = empty(tokens, of.hidden), empty(of.hidden), 1e-6
         use = config or rule(shape, tokens)
         used = (scales[0], scales[1]) if fp8 else None
         lora, rows = LoraExperts(), None
-        if adapters:
-            both = partial(lora_matrix, [16], dtype=DTYPE, device=CPU, experts=(SIZE.experts,) * 2)
-            made = both(SIZE.hidden, (SIZE.width,) * 2), both(SIZE.width, (SIZE.hidden,))
+        if rank:
+            both = partial(lora_matrix, [rank], dtype=DTYPE, device=CPU, experts=(of.experts,) * 2)
+            made = both(of.hidden, (of.width,) * 2), both(of.width, (of.hidden,))
             lora, rows = LoraExperts(*made), blank_rows(tokens, 1, CPU)
-        layer = Experts(*weights, SIZE.top_k, scales=used, lora=lora)
+        layer = Experts(*weights, of.top_k, scales=used, lora=lora)
         moe.fused_moe_add_norm(x, logits, layer, use, after, adapters=rows, num_rows=n, pdl=pdl)
 
     def block_gemm_case(rows: int, name: str) -> None:
@@ -260,10 +268,11 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "moe 4096": lambda: experts(4096),
         "moe 4096 tall": lambda: experts(4096, MoeConfig(False, 192, tall, tall._replace(block_n=256))),
         "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
-        **{f"moe lora {n}": partial(experts, n, adapters=True) for n in (1, 32, 256)},
+        **{f"moe lora {n}": partial(experts, n, rank=16) for n in (1, 32, 256)},
         "moe lora 4096": lambda: experts(
-            4096, MoeConfig(False, 192, tall, tall._replace(block_n=256)), adapters=True
+            4096, MoeConfig(False, 192, tall, tall._replace(block_n=256)), rank=16
         ),
+        "moe lora 1 step": lambda: experts(128, rank=32, of=MoeSize(8, 64, 128, 2)),
         **{
             f"moe fp8 {kind} {n}": partial(experts, n, fp8=kind)
             for kind in ("rows", "blocks")

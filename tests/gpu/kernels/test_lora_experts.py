@@ -25,6 +25,8 @@ SWAP = TileConfig(32, 32, 4, 2, True)
 HALF = SWAP._replace(half=True)
 TALL = TileConfig(32, 32, 4, 2, False, tma=True)
 LEFT = TileConfig(64, 64, 4, 2, False, tma=True)
+LOW = TileConfig(64, 64, 4, 4, True)
+WIDE = TileConfig(128, 64, 4, 4, True)
 TWIN = TorchLora()
 
 
@@ -70,8 +72,10 @@ MIXED = [0, -1, 2, 2, 1, -1, 0, 1]
         ([-1] * 5, [8], False, MoeConfig(False, 16, PLAIN, SWAP)),
         ([0] * 20 + MIXED, [8, 0, 20], True, MoeConfig(False, 32, HALF, SWAP)),
         ([1] * 70 + [0] * 65, [16, 5], False, MoeConfig(False, 192, TALL, LEFT)),
+        # Products of one step over K on a GPU's tensor cores, and deltas there too.
+        (MIXED * 16, [9, 20, 3], False, MoeConfig(False, 64, LOW, WIDE)),
     ],
-    ids=["one", "mixed", "shared", "none", "half", "tall"],
+    ids=["one", "mixed", "shared", "none", "half", "tall", "one step"],
 )
 def test_adapters_of_experts(
     used: list[int],
