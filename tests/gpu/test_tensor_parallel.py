@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -409,11 +410,14 @@ def test_one_clock_says_how_much_is_measured_at_start(llama: Path, monkeypatch: 
     """Ranks that measured different steps would wait for each other for ever."""
     asked = set()
 
-    def late(deadline: float) -> bool:
+    def now() -> float:
         asked.add(threading.current_thread().name)
-        return True
+        return math.inf
 
-    monkeypatch.setattr("gpu.draft.stage.is_late", late)
-    beside = Beside(Drafting(SpeculativeConfig(algorithm="ngram")))
-    build(llama, 2, ScheduleConfig(max_running=16), beside).close()
+    monkeypatch.setattr("gpu.ranks.monotonic", now)
+    schedule = ScheduleConfig(max_running=16, itl_target=50.0)
+    made = build(llama, 2, schedule, Beside(Drafting(SpeculativeConfig(algorithm="ngram"))))
+    made.close()
     assert asked == {"loom-launch-0"}
+    costs, chunks = made.capabilities.costs, made.capabilities.chunk_costs
+    assert costs is not None and chunks is not None, "drafts and chunks were measured"
