@@ -11,7 +11,7 @@ from core.config import ScheduleConfig
 from core.executor import Capabilities
 from core.schedule.builder import PlanBuilder
 
-LEAST_CHUNK: Final = 256
+LEAST_CHUNK: Final = 64
 """Prompt tokens of a step beside any number of rows, where prompts have their turn: they make progress even
 if rows alone take longer than the target."""
 SPACING: Final = 512
