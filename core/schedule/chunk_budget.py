@@ -12,8 +12,10 @@ from core.executor import Capabilities
 from core.schedule.builder import PlanBuilder
 
 LEAST_CHUNK: Final = 64
-"""Prompt tokens of a step beside any number of rows, where prompts have their turn: they make progress even
-if rows alone take longer than the target."""
+"""Minimum prompt tokens of a step with chunks and decode rows: prompts progress even if decode rows alone
+take longer than the target."""
+LEAST_SECONDS: Final = 1e-6
+"""Minimum seconds of a step."""
 SPACING: Final = 512
 """Tokens between the sizes that are considered beyond the measured ones."""
 LEARNING: Final = 1 / 8
@@ -65,7 +67,8 @@ class ChunkBudget:
         self._excess = 0.0
         self._scale = 1.0
         if costs is not None:
-            self._seconds, self._pair = costs.step.upto(most), costs.pair
+            # A step that cost nothing would pay nothing into the account, and prompts would wait for ever.
+            self._seconds, self._pair = np.maximum(costs.step.upto(most), LEAST_SECONDS), costs.pair
             known = np.array(costs.step.sizes)
             known = known[known <= most]
             beyond = np.arange(known[-1] + SPACING, most + SPACING, SPACING).clip(max=most)
@@ -79,9 +82,8 @@ class ChunkBudget:
         if self._account < 0:
             return 0
         chunks = self._sizes - rows
-        seconds = self._scale * (
-            self._seconds[self._sizes] + self._excess + self._pair * chunks * (start + chunks / 2)
-        )
+        pairs = chunks * (start + chunks / 2)
+        seconds = self._scale * (self._seconds[self._sizes] + self._excess + self._pair * pairs)
         fitting = chunks[(chunks > 0) & (seconds <= self._target)]
         most = int(fitting[-1]) if len(fitting) else 0
         return min(room, max(most, LEAST_CHUNK))
@@ -91,10 +93,9 @@ class ChunkBudget:
         if not self.limits:
             return
         rows, tokens, prompts = plan.decode_tokens, plan.prompt_tokens, plan.prompts
-        plain = self._plain(rows)
-        seconds = plain
+        seconds = plain = float(self._seconds[rows]) + self._excess
         if tokens:
-            known = float(self._seconds[rows + tokens]) + self._excess * (rows > 0)
+            known = float(self._seconds[rows + tokens]) + self._excess
             seconds = self._scale * (known + self._pair * plan.pairs)
         self._flights.append(_Spent(rows, tokens > 0, seconds))
         if not rows or not prompts:
@@ -104,7 +105,7 @@ class ChunkBudget:
         self._account = min(self._account + share * seconds - max(seconds - plain, 0.0), self._target)
 
     def learn(self, seconds: float) -> None:
-        """The oldest step in flight took `seconds`; 0: it is not known."""
+        """Record that the oldest step in flight took `seconds`; 0: the executor did not measure it."""
         if not self.limits:
             return
         rows, mixed, predicted = self._flights.popleft()
@@ -115,9 +116,5 @@ class ChunkBudget:
             self._scale += (min(max(found, SCALES[0]), SCALES[1]) - self._scale) * LEARNING
         else:
             known = float(self._seconds[rows])
-            beyond = min(max(seconds - known, -known), MOST_EXCESS * known)
+            beyond = min(max(seconds - known, 0.0), MOST_EXCESS * known)
             self._excess += (beyond - self._excess) * LEARNING
-
-    def _plain(self, rows: int) -> float:
-        """Seconds of a step of `rows` decode tokens alone."""
-        return max(float(self._seconds[rows]) + self._excess, 0.0) if rows else 0.0

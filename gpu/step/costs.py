@@ -110,8 +110,8 @@ def measure_chunks(
     pair = max(seconds(own, start) - measured[own], 0.0) / (own * start) if own else 0.0
     tables.length.zero_()
     known = [size for size in sizes if size <= max(measured)]
-    alone = [found - pair * size**2 / 2 for size, found in measured.items()]
-    line = np.maximum(np.interp(known, list(measured), alone), 0.0)
+    alone = [max(found - pair * size**2 / 2, 0.0) for size, found in measured.items()]
+    line = np.interp(known, list(measured), alone)
     return ChunkCosts(CostTable(tuple(known), tuple(line.tolist())), pair)
 
 
@@ -149,5 +149,6 @@ def _seconds(launch: Launch, tables: SlotTables, vocab: int, plan: StepPlan) -> 
 
 
 def _shortest(launched: Iterable[LaunchedStep]) -> float:
-    """Seconds of the shortest step but the first, which waits for the host; all are launched first."""
+    """Seconds of the fastest step without the first, which includes the host's time. All steps are launched
+    before the first is waited for."""
     return min([step.wait().seconds for step in list(launched)][1:])

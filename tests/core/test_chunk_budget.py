@@ -1,8 +1,9 @@
-"""What prompts may take of steps with decode rows: no more than keeps streams fluent, and no less."""
+"""Sizes of prompt chunks in steps with decode rows, by `--itl-target` and `--prefill-weight`."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_budget, "LEAST_CHUNK", LEAST)
 
 
-def harness(target: float = 11.0, costs: ChunkCosts | None = COSTS, rows: int = 8, **more: object) -> Harness:
-    return Harness(pages=5_000, rows=rows, step_tokens=STEP, chunk_costs=costs, itl_target=target, **more)  # type: ignore[arg-type]
+def harness(target: float = 11.0, costs: ChunkCosts | None = COSTS, rows: int = 8, **more: Any) -> Harness:
+    return Harness(pages=5_000, rows=rows, step_tokens=STEP, chunk_costs=costs, itl_target=target, **more)
 
 
 def decoding(h: Harness, rows: int = 1, max_tokens: int = 200) -> None:
@@ -158,3 +159,16 @@ def test_time_that_prompts_did_not_use_is_not_saved() -> None:
         found.spend(planned(16, 0))
         found.learn(0.0)
     assert found._account == pytest.approx(0.011), "one target"
+
+
+def test_costs_of_nothing_stop_no_prompt() -> None:
+    """A step of rows alone pays for chunks, whatever was measured."""
+    free = ChunkCosts(CostTable((16, STEP), (0.0, 0.0)), 0.0)
+    h = harness(costs=free, prefill_weight=0.5)
+    decoding(h, rows=2, max_tokens=60)
+    long = h.request(range(1, 601), 4)
+    h.run()
+    h.check(long)
+    found = budget(free)
+    found.spend(planned(16, 80))
+    found.learn(5.0)
