@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a runner is made of. `rank`: which it is of several; `spec` is that of its part. `paced`: the
-    costs of chunks are measured at the start."""
+    """What a runner is made of. `rank`: which it is of several; `spec` is that of its part. `paced`: it
+    measures what chunks cost when it starts."""
 
     spec: ModelSpec
     target: Target

@@ -155,7 +155,7 @@ TURNS48 = Workload(
     requests=48,
     turns=6,
 )
-"""Conversations: each turn brings 600 words more, behind what is cached."""
+"""48 users with conversations of six turns. Each turn adds 600 words to a history that is cached."""
 LONG12K = Workload(name="long12k", input_len=12_000, output_len=256, concurrency=16, requests=32)
 
 PLAIN64 = Workload(

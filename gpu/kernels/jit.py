@@ -36,8 +36,9 @@ def begin(PDL: tl.constexpr) -> None:
 
 @jit
 def launch_dependents(PDL: tl.constexpr) -> None:
-    """First line of a kernel that begins before the one in front has ended, in place of `begin`. What was
-    written before that one began may be read at once, past L1; what it writes, behind a wait."""
+    """First line of a kernel that works before the previous kernel has ended; others call `begin`. Data that
+    was written before the previous kernel began may be read at once, past L1; what the previous kernel
+    writes, only after `wait`."""
     if PDL:
         gdc_launch_dependents()
 

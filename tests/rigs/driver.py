@@ -40,7 +40,7 @@ class Driver:
     close it."""
 
     def __init__(self, executor: Executor, schedule: ScheduleConfig, radix: bool = True) -> None:
-        # Without measured costs: on a GPU a tiny draft model never pays, and nothing would be drafted.
+        # Without costs the scheduler drafts in each step. With them a tiny draft model never pays on a GPU.
         caps = msgspec.structs.replace(executor.capabilities, costs=None)
         self._executor = executor
         self._depth = schedule.overlap_depth

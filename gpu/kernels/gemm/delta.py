@@ -1,4 +1,4 @@
-"""Deltas of adapters in the epilogue of a product: y = x Wᵀ + B[place] h, for the few rows of a decode step.
+"""Adapter deltas in a GEMM's epilogue: y = x Wᵀ + B[place] h, for decode steps of up to 64 rows.
 
 `shrink` has left h = A[place] x. What the places' B add to a tile of outputs is one product more: B of all
 places side by side, times h spread so that each row meets its own place alone,

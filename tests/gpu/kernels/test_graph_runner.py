@@ -47,7 +47,7 @@ CAPABILITIES = Capabilities(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Two layers: what they compute is compared in `test_ops`, and the interpreter is slow."""
+    """Of two layers, because the interpreter is slow; `test_ops` compares what layers compute."""
     return tiny_model.build("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
 
 

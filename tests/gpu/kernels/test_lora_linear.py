@@ -48,8 +48,8 @@ def test_product_with_adapters(
     assert error(found, silu_mul(expected) if gated else expected) < tolerance
 
 
-# Rows of one place, of several with rows between that have none, and none; an adapter that leaves the matrix
-# alone; inputs in one part and in several, outputs in one and in three of unequal sizes.
+# Places of the rows, ranks of the adapters (0: it does not change this matrix), outputs of the fused
+# matrices, and the cut, with and without split-K.
 EPILOGUES = [
     ([0] * 5, [16], (64,), SkinnyConfig(64, 64, 1, 4, 3)),
     ([2, -1, 0, 1, 2] * 4, [4, 0, 16], (128, 64, 64), SkinnyConfig(64, 128, 2, 4, 3)),
