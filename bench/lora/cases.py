@@ -38,15 +38,30 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
 KINDS: Mapping[str, int] = MappingProxyType({"8mixed": 8, "one": 1, "base": 0, "zipf": 64, CHURN: 8})
 """Adapters that requests have; `8mixed` in turn, `zipf` by popularity."""
 
-LOADS: Mapping[str, Workload] = MappingProxyType(
+
+class Load(NamedTuple):
+    """Requests, of which `running` run at once and the others are queued; 0: all run."""
+
+    work: Workload
+    running: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Requests that run at once."""
+        return self.running or self.work.concurrency
+
+
+C32 = SCENARIOS["c32"]
+C128 = msgspec.structs.replace(C32, name="c128", input_len=512, output_len=128, concurrency=128, requests=256)
+LOADS: Mapping[str, Load] = MappingProxyType(
     {
-        "c32": SCENARIOS["c32"],
-        "c128": msgspec.structs.replace(
-            SCENARIOS["c32"], name="c128", input_len=512, output_len=128, concurrency=128, requests=256
-        ),
+        "c32": Load(C32),
+        "c128": Load(C128),
+        "q512": Load(msgspec.structs.replace(C128, name="q512", concurrency=512, requests=1024), 128),
     }
 )
-"""Those of the LoRA table that servers are compared by; `name` goes into the seed of prompts."""
+"""Those of the LoRA table that servers are compared by, and one with a queue: 64 adapters can fill 8 places
+only if enough requests wait for each. The name goes into the seed of prompts."""
 
 
 class Case(NamedTuple):
@@ -71,9 +86,10 @@ class Case(NamedTuple):
 
 
 ALL = (
-    *(Case("8b", load, kind) for load in LOADS for kind in ("8mixed", "one", "base", "zipf")),
+    *(Case("8b", load, kind) for load in ("c32", "c128") for kind in ("8mixed", "one", "base", "zipf")),
+    Case("8b", "q512", "zipf"),
     Case("8b", "c32", CHURN),
-    *(Case("30b", load, kind) for load in LOADS for kind in ("8mixed", "one", "base")),
+    *(Case("30b", load, kind) for load in ("c32", "c128") for kind in ("8mixed", "one", "base")),
 )
 
 

@@ -11,7 +11,8 @@ their ratios by round. Of models that fit only once, all rounds are run on one s
     ...-8mixed   8 adapters of rank 16 on all seven targets, by requests in turn
     ...-one      all requests have the same
     ...-base     none has one, in the server with adapters
-    zipf-...     64 adapters over 8 places, by requests with Zipf's popularity
+    zipf-...     64 adapters over 8 places, by requests with Zipf's popularity; in zipf-q512 128 of 512
+                 callers run, and the others are queued, in both servers
     churn-c32    32 running streams of 7 adapters while once a second another one is loaded, asked, unloaded;
                  its base: the same server and streams, and the short request has an adapter that stays
 
@@ -85,12 +86,12 @@ class Bench:
 
     def flags(self, adapters: bool) -> list[str]:
         """Of a server, with room for the largest case."""
-        work = [self.workload(case.load, case.kind) for case in self.cases]
-        clients = max(each.concurrency for each in work) + 1  # churn's short requests, too
-        longest = max(each.input_len + each.output_len for each in work) + 64
-        tokens = max((each.concurrency + 1) * (each.input_len + each.output_len + 64) for each in work)
+        loads = [LOADS[case.load]._replace(work=self.workload(case.load, case.kind)) for case in self.cases]
+        rows = max(load.rows for load in loads) + 1  # churn's short requests, too
+        lengths = [load.work.input_len + load.work.output_len + 64 for load in loads]
+        tokens = max((load.rows + 1) * length for load, length in zip(loads, lengths, strict=True))
         flags = ["--model", SETUPS[self.cases[0].setup].model, "--load-format", "dummy"]
-        flags += ["--max-running", str(clients), "--context-length", str(longest)]
+        flags += ["--max-running", str(rows), "--context-length", str(max(lengths))]
         flags += ["--kv-tokens", str(2 * tokens)]  # half for prefixes of answered requests
         if adapters:
             flags += ["--enable-lora", "--max-loras-per-batch", str(self._args.places)]
@@ -134,7 +135,7 @@ class Bench:
 
     def workload(self, load: str, kind: str) -> Workload:
         """Requests of a wave. Each kind has prompts of its own."""
-        args, work = self._args, LOADS[load]
+        args, work = self._args, LOADS[load].work
         clients = args.clients or work.concurrency
         long = CHURN_TOKENS if kind == CHURN else work.output_len
         return msgspec.structs.replace(

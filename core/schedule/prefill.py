@@ -95,7 +95,7 @@ class Prefills:
         for request in self._policy(self._waiting):
             if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
-            place = self.places.find(request.root.adapter)
+            place = self.places.find(request)
             if place is None:
                 continue
             tokens = self._try_start(builder, request, place)

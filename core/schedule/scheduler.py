@@ -334,7 +334,7 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Preempt requests whose priority is far below that of the first in the queue."""
-        startable = (r for r in by_priority(self._waiting) if self.places.find(r.root.adapter) is not None)
+        startable = (r for r in by_priority(self._waiting) if self.places.find(r) is not None)
         head = next(startable, None)
         if head is not None and not self._draining:
             gap = self._config.preemption_gap

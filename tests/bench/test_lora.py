@@ -33,13 +33,13 @@ def test_cases() -> None:
     assert len(set(names)) == len(names)
     assert {"c32-8mixed", "c128-one", "c32-base", "zipf-c128", "churn-c32", "30b-c32-8mixed"} <= set(names)
     assert [case.name for case in chosen("zipf*,30b-*-base")] == [
-        "zipf-c32", "zipf-c128", "30b-c32-base", "30b-c128-base",
+        "zipf-c32", "zipf-c128", "zipf-q512", "30b-c32-base", "30b-c128-base",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no case"):
         chosen("c32-*,7b-*")
     # The table that servers are compared by.
-    sizes = [(work.input_len, work.output_len, work.concurrency) for work in LOADS.values()]
-    assert sizes == [(1024, 256, 32), (512, 128, 128)]
+    sizes = [(each.work.input_len, each.work.output_len, each.rows) for each in LOADS.values()]
+    assert sizes == [(1024, 256, 32), (512, 128, 128), (512, 128, 128)]
 
 
 def test_adapters_of_requests() -> None:

@@ -178,6 +178,26 @@ def test_a_draining_place_waits_for_its_rows_only() -> None:
     h.run()
 
 
+def test_a_turn_serves_all_that_waited_when_it_began_and_nobody_later() -> None:
+    """Though a step takes two of the prompts, and others wait for the place meanwhile."""
+    h = Harness(places=1, rows=8, step_tokens=8)
+    first = send(h, "a", 12)
+    h.turn()
+    waited = [send(h, "b", 12) for _ in range(6)]
+    other = send(h, "c", 4)
+    later: list[Request] = []
+    while other.state is not State.FINISHED:
+        h.clock.now += PATIENCE
+        if h.scheduler.places.running == ["b"] and not later:
+            later.append(send(h, "b", 4))
+        h.turn()
+        h.scheduler.check_integrity()
+    h.run()
+    assert h.loads == 4, "a, b, c, and b again"
+    assert max(each.started_at for each in waited) < other.started_at < later[0].started_at
+    assert first.started_at < waited[0].started_at
+
+
 def test_retracted_requests_come_back_with_their_adapter() -> None:
     h = Harness(places=1, rows=4, depth=2)
     sent = [send(h, "a", 12), send(h, "b", 12), send(h, "a", 12)]
