@@ -68,47 +68,57 @@ def fits(lora: LoraMatrix, block_n: int) -> bool:
 
 
 @jit
+def delta_rows(
+    delta: Delta, m: tl.tensor, rows: int, DELTA: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What `add_delta` needs to know of the adapters of the first `rows` of rows `m`: whether each of the
+    places, `block_r` times in turn, has a row that it changes; each row's place; and whether that changes it.
+    All is older than the kernel in front: loaded early, it is there when the product is."""
+    p = tl.arange(0, DELTA.block_p * DELTA.block_r) // DELTA.block_r
+    real = p < DELTA.places
+    changed = tl.load(delta.ranks + p.to(tl.int64) * DELTA.ranks_by_place, mask=real, other=0) > 0
+    starts = delta.rows.starts + p
+    used = tl.load(starts + 1, mask=real, other=0) > tl.load(starts, mask=real, other=0)
+    place = tl.load(delta.rows.places + m, mask=m < rows, other=-1)
+    own = tl.load(delta.ranks + place.to(tl.int64) * DELTA.ranks_by_place, mask=place >= 0, other=0) > 0
+    return changed & used, place, own
+
+
+@jit
 def add_delta(
     acc: tl.tensor,
     delta: Delta,
+    of_rows: tl.tensor,
     cols: tl.tensor,
     n: tl.tensor,
     m: tl.tensor,
     rows: int,
     DELTA: tl.constexpr,
 ) -> tl.tensor:
-    """`acc` float32 [outputs, rows] and the deltas of the first `rows` of rows `m`; `cols` are the outputs,
-    from `n` on, all of one of the fused matrices."""
+    """`acc` float32 [outputs, rows] and the deltas of the first `rows` of rows `m`, of which `of_rows` is
+    `delta_rows`; `cols` are the outputs, from `n` on, all of one of the fused matrices."""
     R: tl.constexpr = DELTA.rank
     BLOCK_P: tl.constexpr = DELTA.block_p
     BLOCK_R: tl.constexpr = DELTA.block_r
     WIDE: tl.constexpr = DELTA.rank * len(DELTA.outputs)
-    PARTS: tl.constexpr = DELTA.parts
+    used, place, own = of_rows
     column = tl.arange(0, BLOCK_P * BLOCK_R)
     p, r = column // BLOCK_R, column % BLOCK_R
-    real = p < DELTA.places
-    changed = tl.load(delta.ranks + p.to(tl.int64) * DELTA.ranks_by_place, mask=real, other=0) > 0
-    starts = delta.rows.starts + p
-    used = tl.load(starts + 1, mask=real, other=0) > tl.load(starts, mask=real, other=0)
     at = delta.b + p.to(tl.int64)[None, :] * DELTA.b_by_place + cols[:, None] * R + r[None, :]
-    factors = tl.load(at, mask=(changed & used & (r < R))[None, :], other=0.0)
+    factors = tl.load(at, mask=(used & (r < R))[None, :], other=0.0)
     part = n * 0
     begins = DELTA.outputs[0]
     for i in tl.static_range(1, len(DELTA.outputs)):
         part += (n >= begins).to(tl.int32)
         begins += DELTA.outputs[i]
-    inside = m < rows
-    place = tl.load(delta.rows.places + m, mask=inside, other=-1)
-    own = tl.load(delta.ranks + place.to(tl.int64) * DELTA.ranks_by_place, mask=place >= 0, other=0) > 0
-    r = tl.arange(0, BLOCK_R)
-    h_at = delta.h + (m[:, None] * WIDE + part * R + r[None, :])
-    there = own[:, None] & (r < R)[None, :]
-    sums = tl.zeros([m.shape[0], BLOCK_R], tl.float32)
-    for i in tl.static_range(PARTS):
-        # Past L1: under dependent launch this kernel may be older than the values.
-        sums += tl.load(h_at + i * rows * WIDE, mask=there, other=0.0, cache_modifier=".cg")
+    # All parts in one load: loaded one after another, each waited for the one before (0.35 µs each).
+    i = tl.arange(0, DELTA.parts)[:, None, None]
+    r = tl.arange(0, BLOCK_R)[None, None, :]
+    h_at = delta.h + ((i * rows + m[None, :, None]) * WIDE + part * R + r)
+    # Past L1: under dependent launch this kernel may be older than the values.
+    h = tl.load(h_at, mask=own[None, :, None] & (r < R), other=0.0, cache_modifier=".cg")
     p = tl.arange(0, BLOCK_P)
     mine = place[:, None, None] == p[None, :, None]
-    spread = tl.where(mine, sums[:, None, :], 0.0).to(factors.dtype)
+    spread = tl.where(mine, tl.sum(h, 0)[:, None, :], 0.0).to(factors.dtype)
     spread = tl.trans(tl.reshape(spread, [m.shape[0], BLOCK_P * BLOCK_R]))
     return tl.dot(factors, spread, acc, input_precision="ieee")

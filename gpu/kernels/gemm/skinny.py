@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core.models.quant import BLOCK
-from gpu.kernels.gemm.delta import Delta, DeltaShape, add_delta
+from gpu.kernels.gemm.delta import Delta, DeltaShape, add_delta, delta_rows
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_dependents, launch_options, pow2, wait
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -204,6 +204,7 @@ def _skinny(
         begin(PDL)
     else:
         launch_dependents(PDL)
+        of_delta = delta_rows(delta, m, rows, DELTA)
     inside = m < rows
     of_rows, of_block, of_up = x_scales, w_scales, w_scales
     if BY == "blocks":
@@ -236,9 +237,9 @@ def _skinny(
             acc += tl.load(held + i * whole + own, cache_modifier=".cg")
     if DELTA is not None:
         wait(PDL)
-        acc = add_delta(acc, delta, cols, n, m, rows, DELTA)
+        acc = add_delta(acc, delta, of_delta, cols, n, m, rows, DELTA)
         if GATED:
-            up = add_delta(up, delta, N + cols, N + n, m, rows, DELTA)
+            up = add_delta(up, delta, of_delta, N + cols, N + n, m, rows, DELTA)
     acc = _finish(acc, x_scales, w_scales, bias, 0, cols, m, rows, N, BY)
     if GATED:
         up = _finish(up, x_scales, w_scales, bias, N, cols, m, rows, N, BY)

@@ -203,14 +203,11 @@ def _sums(
 ) -> tl.tensor:
     """What `shrink` found for the rows `inside` and part `part` of OUTPUTS of the outputs, float32
     [rows, block_r]: PARTS sums."""
-    BLOCK_R: tl.constexpr = SIZES.block_r
-    r = tl.arange(0, BLOCK_R)[None, :]
-    at = h + (row[:, None] * OUTPUTS + part) * SIZES.rank + r
-    sums = tl.zeros([row.shape[0], BLOCK_R], tl.float32)
-    for i in tl.static_range(PARTS):
-        mask = inside[:, None] & (r < SIZES.rank)
-        sums += tl.load(at + i * n * (OUTPUTS * SIZES.rank), mask=mask, other=0.0)
-    return sums
+    # All parts in one load: loaded one after another, each waited for the one before (0.35 µs each).
+    i = tl.arange(0, PARTS)[:, None, None]
+    r = tl.arange(0, SIZES.block_r)[None, None, :]
+    at = h + ((i * n + row[None, :, None]) * OUTPUTS + part) * SIZES.rank + r
+    return tl.sum(tl.load(at, mask=inside[None, :, None] & (r < SIZES.rank), other=0.0), 0)
 
 
 @jit_loose("n")

@@ -195,20 +195,19 @@ def add_delta(
     `last` on have no weights. `count` is how many pairs `h` has room for."""
     R: tl.constexpr = DELTA.rank
     BLOCK_R: tl.constexpr = DELTA.block_r
-    PARTS: tl.constexpr = DELTA.parts
     row = tl.load(pairs + index, mask=inside, other=0) // DELTA.top_k
     adapter = _adapters(delta.places, delta.ranks, row, inside, DELTA.rank_by_place)
     r = tl.arange(0, BLOCK_R)
+    i = tl.arange(0, DELTA.parts)[:, None, None]
+    h_at = delta.h + (i * count + index[None, :, None]).to(tl.int64) * DELTA.wide + r[None, None, :]
     own = r[:, None] - (tl.zeros(cols.shape, tl.int32) + part)[None, :] * R
     there = (own >= 0) & (own < R) & (cols < last)[None, :]
     b_at = delta.b + expert.to(tl.int64) * DELTA.by_expert + cols[None, :] * R + own
     current = tl.min(adapter, 0)
     while current < _NONE:
-        mask = (adapter == current)[:, None] & (r < DELTA.wide)[None, :]
-        sums = tl.zeros([index.shape[0], BLOCK_R], tl.float32)
-        for i in tl.static_range(PARTS):
-            at = delta.h + (i * count + index).to(tl.int64)[:, None] * DELTA.wide + r[None, :]
-            sums += tl.load(at, mask=mask, other=0.0)
+        mask = (adapter == current)[None, :, None] & (r < DELTA.wide)[None, None, :]
+        # All parts in one load: loaded one after another, each waits for the one before.
+        sums = tl.sum(tl.load(h_at, mask=mask, other=0.0), 0)
         weights = tl.load(b_at + current.to(tl.int64) * DELTA.by_place, mask=there, other=0.0)
         factors = sums.to(weights.dtype)
         if SWAP:
