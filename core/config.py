@@ -196,7 +196,7 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     """Several devices."""
 
     tp: Annotated[
-        int, "tensor parallelism: ranks that divide the model, of every replica; on a CPU only", Meta(ge=1)
+        int, "tensor parallelism: GPUs (or threads of a CPU) that divide each replica", Meta(ge=1)
     ] = 1
     dp: Annotated[
         int,

@@ -27,6 +27,12 @@ def read(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def load_cuda_modules_eagerly() -> None:
+    """Have CUDA load its code at the start, unless the variable says otherwise: a GPU that waits for another
+    keeps a module from being loaded. Call before CUDA is used."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
 def cache_dir() -> Path:
     """Directory for downloads. It is not created here."""
     if own := read("LOOM_CACHE"):

@@ -29,8 +29,7 @@ from core.models.quant import BLOCK
 from core.plan import MASKED_DRAFTS
 from gpu.adapting import Adapting, plan_adapters
 from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
-from gpu.attention.registry import check_cpu_backends
-from gpu.device import HOPPER, LEAST_FP8, CudaFacts, check_gpus, choose_device, cuda_facts
+from gpu.device import HOPPER, LEAST_FP8
 from gpu.draft import kernels as draft_kernels
 from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
 from gpu.draft.build import Make as MakeDrafter
@@ -52,7 +51,7 @@ from gpu.ops.base import Ops
 from gpu.ops.plain import TorchOps
 from gpu.ops.ranks import RankOps, TableOps
 from gpu.parts import Parts, Sizes, Target
-from gpu.ranks import Rank, RankGroup, make_ranks
+from gpu.ranks import Rank
 from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors, shared
@@ -63,6 +62,7 @@ from gpu.step.rings import Entries
 from gpu.step.shape import Shape
 from gpu.step.shapes import most_samples
 from gpu.step.steps import ExactSizes, PaddedSizes
+from gpu.targets import choose_ranks, choose_targets
 from gpu.thread import device_thread
 from gpu.weights import config_from_gguf, load_model
 
@@ -103,9 +103,6 @@ class Beside(NamedTuple):
 
 NOTHING_BESIDE = Beside()
 
-THREADS = torch.get_num_threads()
-"""Of products on a CPU, which its ranks share."""
-
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""
 
@@ -143,56 +140,59 @@ def build_executor(
     backend or logit processor) or `ModelError` (the checkpoint), before or instead of an executor.
     """
     drafting, limits, parallel, replica = beside
-    target = _target(spec, model, parallel, replica)
+    targets = choose_targets(spec, model, parallel, replica)
+    target = targets[0]
     schedule = _with_budget(schedule, target.device)
     whole = spec = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
     check_pages(spec, target, cache)
-    group, ranks = choose_ranks(parallel.tp, target)
     spec = shard_spec(whole, parallel.tp)
     device, dtype = target.device, target.dtype
     sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
     dummy = model.load_format == "dummy"
     draft = read_drafting(drafting.settings, drafting.path, whole, dummy, spec_of)
+    group, ranks = choose_ranks(targets, whole, sizes.rows, sizes.tokens, draft)
     shards = [ALONE if rank is None else rank.shard for rank in ranks]
     adapting = [plan_adapters(spec, limits, dtype, shard) for shard in shards]
     progress("memory", 0.0)
     sharing = (draft, adapting[0], parallel.dp)
-    memory = _memory(spec, target, sizes, cache, sharing)
+    free = _free_bytes(targets)
+    memory = _memory(spec, target, sizes, cache, sharing, free)
 
-    loader = _Loader(spec, source, target, dummy, progress)
-    with device_thread(device):
-        free = free_bytes(device)
-        models = loader.load_all(ranks)
-        if device.type == "cuda":
-            # Weights are what they are now; before, they were reckoned.
-            memory = _memory(spec, target, sizes, cache, sharing, loaded=free - free_bytes(device))
-        for line in memory_table(memory):
-            log.info("%s", line)
-        sizes = sizes._replace(context=min(sizes.context, memory.tokens))
+    loader = _Loader(spec, source, targets, dummy, progress)
+    models = loader.load_all(ranks)
+    if device.type == "cuda":
+        # Weights are what they are now; before, they were reckoned.
+        left = _free_bytes(targets)
+        memory = _memory(spec, target, sizes, cache, sharing, left, loaded=free - left)
+    for line in memory_table(memory):
+        log.info("%s", line)
+    sizes = sizes._replace(context=min(sizes.context, memory.tokens))
 
-        def make_pool() -> KvPool:
-            heads = (spec.kv_heads, spec.head_dim)
-            kept = page_dtype(cache, dtype)
-            return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, kept, device)
+    def make_pool(device: torch.device) -> KvPool:
+        heads = (spec.kv_heads, spec.head_dim)
+        kept = page_dtype(cache, dtype)
+        return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, kept, device)
 
-        progress("pool", 0.0)
-        each: list[Parts] = []
-        for rank, loaded, room in zip(ranks, models, adapting, strict=True):
-            tiers = None if room is None else room.allocate(loaded, device)
-            load = partial(loader.load, rank)
-            maintenance = Maintenance(str(source), load, make_pool, device.type == "cpu", tiers, not each)
-            paced = schedule.itl_target > 0
-            each.append(Parts(spec, target, sizes, processors, maintenance, draft, limits, rank, paced))
-        if target.captures(spec):
-            from gpu.cuda import captured_runner  # Triton, which a CPU may not have
+    progress("pool", 0.0)
+    each: list[Parts] = []
+    for own, rank, loaded, room in zip(targets, ranks, models, adapting, strict=True):
+        with device_thread(own.device):
+            tiers = None if room is None else room.allocate(loaded, own.device)
+        load, pool = partial(loader.load, rank), partial(make_pool, own.device)
+        maintenance = Maintenance(str(source), load, pool, device.type == "cpu", tiers, not each)
+        paced = schedule.itl_target > 0
+        each.append(Parts(spec, own, sizes, processors, maintenance, draft, limits, rank, paced))
+    if target.captures(spec):
+        from gpu.cuda import captured_runners  # Triton, which a CPU may not have
 
-            runners = [captured_runner(each[0], model, cache, schedule)]
-        else:
-            runners = _called_runners(each, cache.page_size)
-        for runner, loaded in zip(runners, models, strict=True):
+        runners = captured_runners(each, model, cache, schedule)
+    else:
+        runners = _called_runners(each, cache.page_size)
+    for own, runner, loaded in zip(targets, runners, models, strict=True):
+        with device_thread(own.device):
             runner.use_model(loaded)
-            runner.use_pool(make_pool())
+            runner.use_pool(make_pool(own.device))
     return LocalExecutor(runners, _capabilities(each[0], memory, runners[0].shape), group)
 
 
@@ -201,16 +201,17 @@ class _Loader(NamedTuple):
 
     spec: ModelSpec
     source: Path
-    target: Target
+    targets: Sequence[Target]
     dummy: bool
     progress: Progress
 
     def load(self, rank: Rank | None, path: str) -> CausalModel:
         """The model of `path`, or the part of it that `rank` has."""
-        spec, source, (device, dtype, _), dummy, progress = self
+        spec, source, targets, dummy, progress = self
         if Path(path) != source and spec_of(Path(path)) != spec_of(source):
             raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
         weights, shard = None if dummy else Path(path), ALONE if rank is None else rank.shard
+        device, dtype, _ = targets[shard.rank]
 
         def report(share: float) -> None:
             if not shard.rank:
@@ -227,16 +228,6 @@ class _Loader(NamedTuple):
             return [self.load(ranks[0], str(self.source))]
         with ThreadPoolExecutor(len(ranks), "loom-load-rank") as pool:
             return list(pool.map(partial(self.load, path=str(self.source)), ranks))
-
-
-def choose_ranks(count: int, target: Target) -> tuple[RankGroup | None, Sequence[Rank | None]]:
-    """So many ranks and how they meet. Raises `ConfigError` for a device that has none."""
-    if count == 1:
-        return None, [None]
-    if target.device.type != "cpu":
-        raise ConfigError(f"--tp {count}: several ranks run on a CPU (--device cpu), not on GPUs yet.")
-    torch.set_num_threads(max(THREADS // count, 1))
-    return make_ranks(count)
 
 
 def _capabilities(parts: Parts, memory: MemoryPlan, shape: Shape) -> Capabilities:
@@ -266,7 +257,8 @@ def _called_runners(ranks: Sequence[Parts], page_size: int) -> list[ModelRunner]
     """Those of all ranks, which read the same entries."""
     shape = ranks[0].shape(page_size, ranks[0].sizes.rows)
     entries = shape.entries(ranks[0].target.device)
-    return [_called_runner(parts, shape, entries) for parts in ranks]
+    with device_thread(ranks[0].target.device):
+        return [_called_runner(parts, shape, entries) for parts in ranks]
 
 
 def _called_runner(parts: Parts, shape: Shape, entries: Entries) -> ModelRunner:
@@ -321,23 +313,6 @@ def plain_ops(
     if rank is None:
         return lambda view: TorchOps(view, attention)
     return lambda view: kind(TorchOps(view, attention), rank, vocab)
-
-
-def _target(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, replica: int) -> Target:
-    facts, gpu = CudaFacts("none was asked for"), parallel.gpu(replica)
-    if model.device != "cpu":
-        check_gpus(parallel)
-        facts = cuda_facts(gpu)
-    device = choose_device(model.device, facts, gpu)
-    if model.device == "auto" and facts.reason:
-        log.info("on the CPU: %s", facts.reason)
-    name: str = model.dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else spec.dtype
-    target = Target(device, getattr(torch, name), facts)
-    if not target.captures(spec):
-        check_cpu_backends(model.attention_backend)
-    return target
 
 
 def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
@@ -405,11 +380,11 @@ def _memory(
     sizes: Sizes,
     cache: CacheConfig,
     beside: tuple[Draft | None, Adapting | None, int],
+    available: int,
     loaded: int = 0,
 ) -> MemoryPlan:
     needs, (draft, adapting, replicas) = None, beside
     limits, adapters = (None, 0) if adapting is None else (adapting.limits, adapting.device_bytes)
-    available = free_bytes(target.device)
     rows, tokens, _ = sizes
     if target.device.type == "cuda":
         drafts = 0 if draft is None else draft.most
@@ -424,6 +399,11 @@ def _memory(
     else:
         available = available // (replicas * spec.ranks) - adapters  # all share a CPU's memory
     return plan_memory(spec, target.dtype, cache, available, rows * sizes.context, needs, loaded)
+
+
+def _free_bytes(targets: Sequence[Target]) -> int:
+    """Of the device that has least: all ranks have as many pages."""
+    return min(free_bytes(target.device) for target in targets)
 
 
 def _with_budget(schedule: ScheduleConfig, device: torch.device) -> ScheduleConfig:

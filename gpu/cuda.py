@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,33 +26,62 @@ from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
+from gpu.ops.base import Ops
 from gpu.ops.fused import Kernels, TritonOps
+from gpu.ops.peers import PeerOps
+from gpu.ops.ranks import TableOps
 from gpu.parts import Parts, Target
+from gpu.peers import PeerRank
+from gpu.ranks import Rank
 from gpu.runner import Machine, ModelRunner
 from gpu.state.entry import CASCADE_ROWS
 from gpu.state.view import StepView
 from gpu.step.graphs import CudaGraphs, Plain
+from gpu.step.rings import Entries
+from gpu.step.shape import Shape
 from gpu.step.steps import PaddedSizes
+from gpu.thread import device_thread
 
 MAX_CHUNKS = 64
 """Chunks of a step. Attention's grid has room for a partial block of each: at 512, programs that find no
 work were reckoned to take 9 µs a layer."""
 
 
-def captured_runner(
-    parts: Parts, model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig
+def captured_runners(
+    ranks: Sequence[Parts], model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig
+) -> list[ModelRunner]:
+    """Those of all ranks, which read the same entries. Raises `ConfigError` for an attention backend that is
+    unavailable."""
+    first = ranks[0]
+    shape = first.shape(cache.page_size, min(first.sizes.rows, MAX_CHUNKS))
+    entries = shape.entries(first.target.device)
+    made = []
+    for parts in ranks:
+        with device_thread(parts.target.device):
+            made.append(_captured_runner(parts, shape, entries, model, cache, schedule))
+    return made
+
+
+def _captured_runner(
+    parts: Parts,
+    shape: Shape,
+    entries: Entries,
+    model: ModelConfig,
+    cache: CacheConfig,
+    schedule: ScheduleConfig,
 ) -> ModelRunner:
-    """One whose steps are graphs. Raises `ConfigError` for an attention backend that is unavailable."""
-    spec, (device, dtype, _), sizes = parts.spec, parts.target, parts.sizes
-    shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
-    entries = shape.entries(device)
+    """One whose steps are graphs."""
+    spec, (device, dtype, _), sizes, rank = parts.spec, parts.target, parts.sizes, parts.rank
     samples = entries.limits.samples  # each token of a decode row is sampled from, and a row to attention
     query = _Query(1 + shape.drafts, shape.trees)
-    attention, ops, pdl = _layers(spec, parts.target, model, cache, samples, query)
+    attention, plain, pdl = _layers(spec, parts.target, model, cache, samples, query)
+    ops: MakeOps = plain
+    if isinstance(rank, PeerRank):
+        ops = partial(with_rank, plain, PeerOps, rank, spec.vocab_size)
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
     padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts, shape.adapters)
     machine = Machine(
-        device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl, paced=parts.paced
+        device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl, rank, parts.paced
     )
     drafter = None
     if (draft := parts.draft) is not None:
@@ -60,9 +89,16 @@ def captured_runner(
         if (layers := draft.layers) is not None:
             own = _layers(layers, parts.target, model, cache, samples, query)
             pages = pool_of(layers, page_dtype(cache, dtype), device)
-            run = DraftMachine(own.attention, own.ops, pages, draft_kernels, pdl)
+            beside: MakeOps = own.ops
+            if rank is not None:
+                beside = partial(with_rank, own.ops, TableOps, rank, spec.vocab_size)
+            run = DraftMachine(own.attention, beside, pages, draft_kernels, pdl)
         drafter = make_drafter(draft, sizes.context, samples, dtype, device, run, partial(look_up, pdl=pdl))
     return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance, drafter)
+
+
+MakeOps = Callable[[KvPool], Callable[[StepView], Ops]]
+"""Of the operations of each step's layers, over the pages of a pool."""
 
 
 class _Query(NamedTuple):
@@ -101,6 +137,14 @@ def _layers(
         return lambda view: TritonOps(view, kernels)
 
     return _Layers(attention, ops, pdl)
+
+
+def with_rank(
+    make: Callable[[KvPool], Callable[[StepView], TritonOps]], kind: Any, rank: Rank, vocab: int, pool: KvPool
+) -> Callable[[StepView], Ops]:
+    """Makes the operations of a step's layers as those of a `rank`, of `kind` PeerOps or TableOps."""
+    own = make(pool)
+    return lambda view: kind(own(view), rank, vocab)
 
 
 def with_kernels(machine: Machine) -> Machine:

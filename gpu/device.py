@@ -49,11 +49,12 @@ def cuda_facts(gpu: int = 0) -> CudaFacts:
 
 def check_gpus(parallel: ParallelConfig) -> None:
     """Raises `ConfigError` where the host has GPUs, but not those of every replica."""
-    found, last = torch.cuda.device_count(), parallel.gpu(parallel.dp - 1)
+    found, last = torch.cuda.device_count(), parallel.gpu(parallel.dp - 1, parallel.tp - 1)
     if 0 < found <= last:
         raise ConfigError(
-            f"--dp {parallel.dp} with --base-gpu-id {parallel.base_gpu_id} and --gpu-id-step "
-            f"{parallel.gpu_id_step} needs GPUs up to number {last}, the last one here is {found - 1}."
+            f"--tp {parallel.tp} and --dp {parallel.dp} with --base-gpu-id {parallel.base_gpu_id} and "
+            f"--gpu-id-step {parallel.gpu_id_step} need GPUs up to number {last}, the last one here is "
+            f"{found - 1}."
         )
 
 

@@ -1,14 +1,15 @@
 """What the ranks of one process exchange within a step.
 
 Each rank runs the same calls in the same order, on a launch thread of its own. `Reducer` is what layers and
-sampling need; a GPU's will launch kernels on the rank's stream. `RankGroup` is that of threads on a CPU, and
-carries what the host decides for all.
+sampling need; a GPU's launches kernels (`gpu.peers`). `RankGroup` is that of threads on a CPU, and carries
+what the host decides for all.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -83,6 +84,11 @@ class Rank:
     def gather(self, part: Tensor) -> Tensor:
         """See `Reducer.gather`."""
         return torch.cat(self._exchange(part), dim=-1)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While launches are prepared: a rank waits for no other. Nothing to do on a CPU."""
+        yield
 
     def first(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, for all ranks. Where it raises, so do the others."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -291,13 +292,15 @@ class ModelRunner:
         keys: list[StepKey] = list(self._machine.sizes.all())
         if self._drafts is not None:
             keys += self._drafts.keys([key for key in keys if isinstance(key, Forward)])
-        for done, key in enumerate(keys, 1):
-            work: Work = partial(self._run, key)
-            launches.capture(
-                key, partial(self._forward, key, brief=True) if isinstance(key, Forward) else work
-            )
-            progress(done / len(keys))
-        self._stage.warm()
+        rank = self._machine.rank
+        with nullcontext() if rank is None else rank.apart():
+            for done, key in enumerate(keys, 1):
+                work: Work = partial(self._run, key)
+                launches.capture(
+                    key, partial(self._forward, key, brief=True) if isinstance(key, Forward) else work
+                )
+                progress(done / len(keys))
+            self._stage.warm()
         self._launches = launches
         return self._measure()
 

@@ -344,7 +344,7 @@ def _chain(
     residual, weight = norms[0].clone(), norms[1]
     for _ in range(4):
         after = residual, weight, 1e-6
-        x = moe.fused_moe_add_norm(x, logits, Experts(*weights, 8), rule(shape, len(x)), after, pdl=pdl)
+        x = moe.fused_moe(x, logits, Experts(*weights, 8), rule(shape, len(x)), after, pdl=pdl)
     return x
 
 

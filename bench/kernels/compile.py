@@ -132,7 +132,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
             made = both(of.hidden, (of.width,) * 2), both(of.width, (of.hidden,))
             lora, rows = LoraExperts(*made), blank_rows(tokens, 1, CPU)
         layer = Experts(*weights, of.top_k, scales=used, lora=lora)
-        moe.fused_moe_add_norm(x, logits, layer, use, after, adapters=rows, num_rows=n, pdl=pdl)
+        moe.fused_moe(x, logits, layer, use, after, adapters=rows, num_rows=n, pdl=pdl)
 
     def block_gemm_case(rows: int, name: str) -> None:
         outputs, size, _ = inputs.LINEARS[name]

@@ -24,7 +24,7 @@ from bench.results import save
 from gpu.device import HOPPER
 from gpu.experts import Experts
 from gpu.kernels.gemm.cublaslt import FOLDER
-from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.grouped_gemm import grouped_gemm
 from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
@@ -47,7 +47,7 @@ def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: fl
     for n in tokens:
         steps, use = bench.inputs(n), configs.at(n)
         layer = Experts(bench.w13, bench.w2, size.top_k)
-        whole = [partial(fused_moe_add_norm, x, g, layer, use, moe_after(x), pdl=hopper) for x, g in steps]
+        whole = [partial(fused_moe, x, g, layer, use, moe_after(x), pdl=hopper) for x, g in steps]
         line = row(n, size, burst(whole))
         yield line
         if use.small:

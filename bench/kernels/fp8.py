@@ -32,7 +32,7 @@ from gpu.experts import Experts
 from gpu.kernels.gemm.fp8_block import BlockGemmConfig, block_gemm, block_gemm_config
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.kernels.gemm.skinny import Scales, SkinnyConfig, skinny_fp8_config, skinny_gemm, split_k_counters
-from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
@@ -125,7 +125,7 @@ def experts(pdl: bool) -> tuple[Found, Found]:
         for n in ROWS:
             x = torch.randn(n, size.hidden, device=device).bfloat16()
             run = partial(
-                fused_moe_add_norm,
+                fused_moe,
                 experts=Experts(a, b, size.top_k, scales=scales),
                 config=configs.at(n),
                 pdl=pdl,

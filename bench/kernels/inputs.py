@@ -10,7 +10,7 @@ from torch import Tensor
 from gpu.experts import Experts
 from gpu.kernels.attention import pages as pages_of
 from gpu.kernels.attention import prefill_plan
-from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.sampling.sample import choose
 from gpu.lora import LoraExperts
@@ -30,7 +30,7 @@ LINEARS = {
 
 
 class MoeInputs(NamedTuple):
-    """Inputs of an MoE layer: x [T, hidden], logits [T, experts], w13 and w2 of `fused_moe_add_norm`."""
+    """Inputs of an MoE layer: x [T, hidden], logits [T, experts], w13 and w2 of `fused_moe`."""
 
     x: Tensor
     logits: Tensor
@@ -175,7 +175,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def moe_after(x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """`after` of `fused_moe_add_norm` for `x` [T, hidden]: a residual of zeros, to which the output is
+    """`after` of `fused_moe` for `x` [T, hidden]: a residual of zeros, to which the output is
     added."""
     return torch.zeros_like(x), x.new_ones(x.shape[1]), 1e-6
 
@@ -190,10 +190,10 @@ def run_moe(
     lora: LoraExperts | None = None,
     **options: Any,
 ) -> Tensor:
-    """The MoE output of `fused_moe_add_norm`: [T, hidden]; zeros in padding rows."""
+    """The MoE output of `fused_moe`: [T, hidden]; zeros in padding rows."""
     after = moe_after(x)
     experts = Experts(*weights, top_k, scales=scales, lora=lora or LoraExperts())
-    fused_moe_add_norm(x, logits, experts, config, after, **options)
+    fused_moe(x, logits, experts, config, after, **options)
     return after[0]
 
 

@@ -32,7 +32,7 @@ from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm, split_k_counters
 from gpu.kernels.lora.dense import expand, expand_silu, shrink
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
 from gpu.kernels.lora_rows import lay_out
-from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.tuned import MoeConfig, MoeConfigs, MoeShape
 from gpu.kernels.norm import rms_norm
 from gpu.kernels.silu_mul import silu_mul
@@ -198,7 +198,7 @@ def experts(
     def call(x: Tensor, logits: Tensor, lora: LoraExperts | None) -> Callable[[], Tensor]:
         layer = Experts(*weights, size.top_k, lora=lora or LoraExperts())
         used = None if lora is None else rows
-        return partial(fused_moe_add_norm, x, logits, layer, use, moe_after(x), adapters=used, pdl=where.pdl)
+        return partial(fused_moe, x, logits, layer, use, moe_after(x), adapters=used, pdl=where.pdl)
 
     plain = where.time([call(x, logits, None) for x, logits in steps])
     yield lora_line("moe + norm", case, plain, base)

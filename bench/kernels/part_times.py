@@ -29,7 +29,7 @@ from gpu.kernels.attention.prefill_plan import (
 )
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.kernels.moe.combine import moe_sum_add_norm
+from gpu.kernels.moe.combine import moe_sum
 from gpu.kernels.moe.route import Routing
 
 COPIES = 4
@@ -141,9 +141,9 @@ def _moe_reduction() -> Iterator[Row]:
             chosen = torch.randn(rows, size.experts, device=DEVICE).topk(size.top_k)
             routing = Routing(chosen.values.softmax(-1), chosen.indices.int())
             found, residual = _randn(rows * size.top_k, size.hidden), _randn(rows, size.hidden)
-            calls.append(partial(moe_sum_add_norm, found, routing, residual, _randn(size.hidden), 1e-6))
+            calls.append(partial(moe_sum, found, routing, DTYPE, (residual, _randn(size.hidden), 1e-6)))
         moved = rows * ((size.top_k + 3) * size.hidden * 2 + size.top_k * (4 + 4))
-        yield Row("moe_sum_add_norm", f"{rows} x {size.top_k} x {size.hidden}", microseconds(calls), moved)
+        yield Row("moe_sum", f"{rows} x {size.top_k} x {size.hidden}", microseconds(calls), moved)
 
 
 def _quantisation() -> Iterator[Row]:

@@ -311,7 +311,7 @@ def small() -> Iterator[Row]:
         use = rule(shape, tokens)
         for pdl in (False, True):
             after = residual, weight, 1e-6
-            chain = [partial(moe.fused_moe_add_norm, x, g, experts, use, after, pdl=pdl) for x, g in steps]
+            chain = [partial(moe.fused_moe, x, g, experts, use, after, pdl=pdl) for x, g in steps]
             us = microseconds(chain)
             yield tune.row(tokens, size, us, f"moe + norm{' PDL' * pdl}")
 

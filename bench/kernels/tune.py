@@ -29,7 +29,7 @@ from bench.kernels.compile import compiling
 from bench.kernels.inputs import MoeSize, distinct_experts, moe_after, moe_weights
 from bench.kernels.timing import Row, microseconds
 from gpu.experts import Experts
-from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.grouped_gemm import grouped_gemm
 from gpu.kernels.moe.grouped_gemm_tma import TALL
@@ -126,7 +126,7 @@ class Bench:
     def whole(self, config: MoeConfig, steps: list[tuple[Tensor, Tensor]]) -> float:
         """µs of the expert MLP from logits to sum."""
         experts = Experts(self.w13, self.w2, self.size.top_k)
-        calls = [partial(fused_moe_add_norm, x, g, experts, config, moe_after(x)) for x, g in steps]
+        calls = [partial(fused_moe, x, g, experts, config, moe_after(x)) for x, g in steps]
         return microseconds(calls)
 
 

@@ -36,7 +36,7 @@ from gpu.attention.backend import AttentionBackend, attention_config
 from gpu.attention.selector import PhasedAttention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
-from gpu.cuda import MAX_CHUNKS
+from gpu.cuda import MAX_CHUNKS, MakeOps, with_rank
 from gpu.device import HOPPER, CudaFacts
 from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
 from gpu.draft.drafter import Drafter
@@ -52,8 +52,13 @@ from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
 from gpu.layers.moe import expert_scales
+from gpu.models.ranks import RankModel
 from gpu.ops.fused import Kernels, TritonOps
+from gpu.ops.peers import PeerOps
+from gpu.peers import Exchanged, PeerGroup, PeerRank, peer_ranks
+from gpu.ranks import Rank
 from gpu.runner import Machine, ModelRunner
+from gpu.shard import ALONE
 from gpu.state.entry import CASCADE_ROWS
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
@@ -115,6 +120,7 @@ def _no_library_gemms() -> Iterator[None]:
         mock.patch("gpu.ops.fp8.cublas_fp8_gemm", _cublas_fp8_gemm),
         mock.patch.object(torch, "empty_like", torch.zeros_like),  # indices are in bounds
         mock.patch.object(DraftStage, "measure", lambda *args: None),
+        mock.patch.object(PeerRank, "apart", Rank.apart),  # there are no others
     ):
         yield
 
@@ -131,6 +137,7 @@ class Steps(NamedTuple):
     """Dtype of the KV pages; None: the model's."""
     draft: Draft | None = None
     adapters: AdapterLimits | None = None
+    ranks: int = 1
 
     @property
     def samples(self) -> int:
@@ -189,6 +196,13 @@ def layers_of(spec: ModelSpec, steps: Steps) -> Layers:
     return Layers(attention, ops)
 
 
+def one_of(spec: ModelSpec, steps: Steps) -> PeerRank:
+    """The first of the ranks."""
+    limits = Exchanged(steps.tokens, spec.hidden, getattr(torch, spec.dtype), 1024, spec.vocab_size)
+    group = PeerGroup(steps.ranks, torch.zeros(1, dtype=torch.int32))
+    return peer_ranks(group, [CPU] * steps.ranks, limits)[0]
+
+
 def drafter_of(spec: ModelSpec, steps: Steps) -> Callable[[SlotTables], Drafter] | None:
     """What drafts for a model of `spec`, if anything does."""
     if (draft := steps.draft) is None:
@@ -207,9 +221,15 @@ def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
     `compiling()`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     rows, tokens, chunks = steps.rows, steps.tokens, min(steps.rows, MAX_CHUNKS)
-    attention, ops = layers_of(spec, steps)
+    attention, plain = layers_of(spec, steps)
+    ops: MakeOps = plain
+    rank = None if steps.ranks == 1 else one_of(spec, steps)
+    if rank is not None:
+        ops = partial(with_rank, plain, PeerOps, rank, spec.vocab_size)
     padded = PaddedSizes(steps.samples, tokens, chunks, steps.drafts, steps.adapters)
-    machine = Machine(CPU, padded, lambda: launcher, attention, ops, begin_step, triton_kernels, steps.pdl)
+    machine = Machine(
+        CPU, padded, lambda: launcher, attention, ops, begin_step, triton_kernels, steps.pdl, rank
+    )
     hidden = HiddenShape(spec.hidden, dtype)
     vocab, drafts, adapters = spec.vocab_size, steps.drafts, steps.adapters
     shape = Shape(rows, tokens, chunks, PAGES, steps.page, vocab, hidden, drafts, steps.trees, adapters)
@@ -220,11 +240,11 @@ def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
         mock.patch("gpu.weights.load.fill_dummy"),
         mock.patch("gpu.weights.draft.fill_dummy"),
     ):
-        model = load_model(spec, None, dtype, CPU)
+        model = load_model(spec, None, dtype, CPU, shard=ALONE if rank is None else rank.shard)
         if adapters is not None:
             layout = AdapterLayout([each.shape for each in model.adaptable], adapters, dtype)
             layout.bind(torch.empty(adapters.places, layout.bytes, dtype=torch.uint8), model.adaptable)
-        runner.use_model(model)
+        runner.use_model(model if rank is None else RankModel(model, rank))
         heads = (spec.kv_heads, spec.head_dim)
         runner.use_pool(KvPool(spec.layers, PAGES, steps.page, heads, steps.kv or dtype, CPU))
         runner.prepare()
@@ -255,18 +275,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafts", type=int, default=0, help="of a row; 0: as the draft model says")
     parser.add_argument("--branches", type=int, default=1, help="of a tree of drafts; 1: a chain")
     parser.add_argument("--adapters", type=int, default=0, help="rank of adapters in 8 places; 0: none")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that divide the model")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args(argv)
     kept = torch.float8_e4m3fn if args.kv_dtype == "fp8" else None
     steps = Steps(args.rows, args.tokens, args.page, not args.no_pdl, args.cascade_rows, kept)
+    steps = steps._replace(ranks=args.ranks)
     if args.adapters:
         limits = AdapterLimits(places=8, max_rank=args.adapters, host=1, targets=TARGETS)
         steps = steps._replace(adapters=limits)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for model in args.models:
             began = time.monotonic()
-            spec = cut(model, args.layers, args.dtype, FP8_KINDS[args.quantization])
+            spec = cut(model, args.layers, args.dtype, FP8_KINDS[args.quantization]).shard(args.ranks)
             draft = None
             if args.draft is not None or args.algorithm == "ngram":
                 tokens = args.drafts and 1 + args.drafts

@@ -56,7 +56,7 @@ from gpu.kernels.gemm.gemv import gemv, gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
 from gpu.kernels.lora.dense import embed, expand, shrink
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
-from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import embed_beside, rms_norm
 from gpu.kernels.silu_mul import silu_mul
@@ -99,7 +99,8 @@ class TritonOps:
         """Of the view's tokens, or of its `samples`."""
         self._view = view
         self._kernels = kernels
-        self._rows = view.counts[3:4] if samples else view.num_tokens
+        self.num_rows = view.counts[3:4] if samples else view.num_tokens
+        self.pdl = kernels.pdl
         self._adapters: LoraRows | None = None
         if view.adapters is not None:
             self._adapters = view.adapters.samples if samples else view.adapters.tokens
@@ -118,28 +119,37 @@ class TritonOps:
     def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
         """See `Ops.embed_beside`: one launch."""
         weights, eps = (None, 0.0) if norms is None else (norms[:2], norms[2])
-        rows, pdl = self._rows, self._kernels.pdl
+        rows, pdl = self.num_rows, self._kernels.pdl
         return embed_beside(table, ids, hidden, weights, eps, num_rows=rows, pdl=pdl)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
         """See `Ops.rotation`."""
-        rows, pdl = self._rows, self._kernels.pdl
+        rows, pdl = self.num_rows, self._kernels.pdl
         return Rotation(*rope_rows(positions, frequencies, scale, dtype, num_rows=rows, pdl=pdl))
 
     def add_rms_norm(
         self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
     ) -> Tensor:
         """See `Ops.add_rms_norm`. What is pending runs now, its sum in the kernel of the norm."""
-        rows, pdl = self._rows, self._kernels.pdl
+        rows, pdl = self.num_rows, self._kernels.pdl
         if part is None:
             return rms_norm(residual, weight, eps, keep=keep, num_rows=rows, pdl=pdl)
         if isinstance(part, Tensor):
             return rms_norm(part, weight, eps, residual=residual, keep=keep, num_rows=rows, pdl=pdl)
+        return self._run_experts(part, (residual, weight, eps), keep)
+
+    def complete(self, part: Part) -> Tensor:
+        """`part` as a tensor: what is pending runs now, with no norm behind."""
+        return part if isinstance(part, Tensor) else self._run_experts(part, None, None)
+
+    def _run_experts(
+        self, part: PendingExperts, after: tuple[Tensor, Tensor, float] | None, keep: Tensor | None
+    ) -> Tensor:
         configs = self._kernels.moe
         assert configs is not None, "experts in a model without"
-        config, after = configs.at(len(part.x)), (residual, weight, eps)
-        adapters, pdl = self._adapters, self._kernels.pdl
-        return fused_moe_add_norm(*part, config, after, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl)
+        config, adapters = configs.at(len(part.x)), self._adapters
+        rows, pdl = self.num_rows, self.pdl
+        return fused_moe(*part, config, after, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl)
 
     def attend(
         self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
@@ -155,7 +165,7 @@ class TritonOps:
             norms,
             q_out=qkv.new_empty(len(qkv), qkv.shape[1] // (q_heads + 2 * kv_heads) * q_heads),
             scales=kernels.kv_scales or (1.0, 1.0),
-            num_rows=self._rows,
+            num_rows=self.num_rows,
             pdl=kernels.pdl,
         )
         return kernels.attention.attend(layer, q, view)
@@ -172,7 +182,7 @@ class TritonOps:
             rotation,
             norms,
             scales=kernels.kv_scales or (1.0, 1.0),
-            num_rows=self._rows,
+            num_rows=self.num_rows,
             pdl=kernels.pdl,
         )
 
@@ -207,21 +217,21 @@ class TritonOps:
             self._adapters,
             kernels.branch,
             product,
-            num_rows=self._rows,
+            num_rows=self.num_rows,
             pdl=kernels.pdl,
         )
 
     def _linear(self, x: Tensor, matrix: Matrix, *, gated: bool) -> Tensor:
         kernels, pdl, (weight, bias, scale, _) = self._kernels, self._kernels.pdl, matrix
         if scale is not None:
-            return fp8_linear(x, matrix, kernels.counters, gated=gated, num_rows=self._rows, pdl=pdl)
+            return fp8_linear(x, matrix, kernels.counters, gated=gated, num_rows=self.num_rows, pdl=pdl)
         if (few := gemv_config(len(x), weight, gated)) is not None:
             return gemv(x, weight, bias, few, gated=gated, pdl=pdl)
         skinny = skinny_config(len(x), weight, gated)
         if kernels.counters is not None and skinny is not None:
             return skinny_gemm(x, weight, bias, skinny, kernels.counters, gated=gated, pdl=pdl)
         if gated:
-            return silu_mul(self._linear(x, matrix, gated=False), num_rows=self._rows, pdl=pdl)
+            return silu_mul(self._linear(x, matrix, gated=False), num_rows=self.num_rows, pdl=pdl)
         return cublas_gemm(x, weight, bias, kernels.products)
 
     def _skinny_with_delta(

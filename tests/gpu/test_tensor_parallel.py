@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from app.engine.job import Piece
 from app.engine.loop import Engine
@@ -29,11 +28,9 @@ from core.plan import Chunk, NewSlot, PageWrites, StepFailure, StepPlan, StepRes
 from core.request import SamplingParams
 from core.schedule.scheduler import Scheduler
 from core.types import NO_TOKENS
-from gpu.build import NO_DRAFTS, NOTHING_BESIDE, Beside, Drafting, build_executor, choose_ranks, spec_of
-from gpu.device import CudaFacts
+from gpu.build import NO_DRAFTS, NOTHING_BESIDE, Beside, Drafting, build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
-from gpu.parts import Target
 from gpu.runner import ModelRunner
 from tests.rigs import draft_heads, gguf_file, lora, tiny_model
 from tests.rigs.arrays import ints
@@ -133,13 +130,6 @@ def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch, tmp_path:
     one, two, four = (tokens(tp) for tp in (1, 2, 4))
     assert two == pytest.approx(one, rel=0.05)
     assert four == pytest.approx(one / 2, rel=0.05)  # two ranks for each KV head
-
-
-def test_gpus_are_refused() -> None:
-    cuda = Target(torch.device("cuda"), torch.bfloat16, CudaFacts("", "NVIDIA H200", (9, 0)))
-    assert choose_ranks(1, cuda) == (None, [None])
-    with pytest.raises(ConfigError, match="--tp 2: several ranks run on a CPU"):
-        choose_ranks(2, cuda)
 
 
 def test_sizes_that_do_not_divide_are_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The weighted sum over a row's experts with the next norm."""
+"""The weighted sum over a row's experts, with the next norm or alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu.kernels.moe.route import Routing
 
 
 @jit
-def _moe_sum_add_norm(
+def _moe_sum(
     parts: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
@@ -41,39 +41,44 @@ def _moe_sum_add_norm(
         # evict_first: a part is read once. 2.5 of 619 us a layer at 4,096 tokens.
         part = tl.load(at, mask=mask & live, other=0.0, eviction_policy="evict_first")
         total += tl.load(weights + pair) * part.to(tl.float32)
-    at = residual + row.to(tl.int64) * WIDTH + cols
-    old = tl.load(at, mask=mask, other=0.0)
-    # Rounded as often as in plain torch: the sum, then the new residual.
-    new = (total.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
-    tl.store(at, new, mask=mask)
-    if keep is not None:
-        tl.store(keep + row.to(tl.int64) * keep_stride + cols, new, mask=mask)
-    f = new.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
-    normed = f * scale * tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * WIDTH + cols, normed.to(out.dtype.element_ty), mask=mask)
+    out_at = out + row.to(tl.int64) * WIDTH + cols
+    if residual is None:
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
+    else:
+        at = residual + row.to(tl.int64) * WIDTH + cols
+        old = tl.load(at, mask=mask, other=0.0)
+        # Rounded as often as in plain torch: the sum, then the new residual.
+        new = (total.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
+        tl.store(at, new, mask=mask)
+        if keep is not None:
+            tl.store(keep + row.to(tl.int64) * keep_stride + cols, new, mask=mask)
+        f = new.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
+        normed = f * scale * tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_at, normed.to(out.dtype.element_ty), mask=mask)
 
 
-def moe_sum_add_norm(
+def moe_sum(
     parts: Tensor,
     routing: Routing,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
+    dtype: torch.dtype,
+    after: tuple[Tensor, Tensor, float] | None = None,
     *,
     keep: Tensor | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Sum over j of weights[t, j] · parts[t * k + j] (`parts` [T * k, width], float32 sums; pairs of expert
-    -1 count nothing), added to `residual` [T, width] in place, and the RMSNorm of that: one kernel, and the
-    sum itself never reaches memory. The new residual is also stored in `keep` [T, width], whose rows may be
-    strided. Returns the normed [T, width]."""
+    -1 count nothing): a new [T, width] of `dtype`. With `after`, a residual [T, width], a weight [width] and
+    eps, it is added to the residual in place, and the RMSNorm of that is returned: one kernel, and the sum
+    itself never reaches memory. The new residual is also stored in `keep` [T, width], whose rows may be
+    strided."""
     rows, top_k = routing.experts.shape
     width = parts.shape[1]
-    out = torch.empty_like(residual)
+    out = parts.new_empty(rows, width, dtype=dtype)
+    residual, weight, eps = after or (None, None, 0.0)
     block = pow2(width)
-    _moe_sum_add_norm[(rows,)](
+    _moe_sum[(rows,)](
         parts,
         routing.weights,
         routing.experts,

@@ -1,8 +1,8 @@
 """A layer's routed experts from router logits to the next norm: which kernels, in which order.
 
 up to a few rows    few_rows_moe, rms_norm                              3 launches
-up to 128 rows      choose, sort, gate_up, down, moe_sum_add_norm       5
-above               route, scatter, gate_up, down, moe_sum_add_norm     5
+up to 128 rows      choose, sort, gate_up, down, moe_sum                5
+above               route, scatter, gate_up, down, moe_sum              5
 
 FP8 weights multiply rows that are quantised first, 2 launches more; `few_rows_moe` widens them instead, since
 reading them is its time. Adapters are a launch more before each GEMM, and few rows take these GEMMs too.
@@ -16,7 +16,7 @@ from core.models.quant import BLOCK
 from gpu.experts import Experts
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.kernels.moe.adapters import shrink_pairs
-from gpu.kernels.moe.combine import moe_sum_add_norm
+from gpu.kernels.moe.combine import moe_sum
 from gpu.kernels.moe.few_rows import few_rows_moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.grouped_gemm import grouped_gemm
@@ -26,48 +26,51 @@ from gpu.kernels.norm import rms_norm
 from gpu.lora import LoraRows
 
 
-def fused_moe_add_norm(
+def fused_moe(
     x: Tensor,
     logits: Tensor,
     experts: Experts,
     config: MoeConfig,
-    after: tuple[Tensor, Tensor, float],
+    after: tuple[Tensor, Tensor, float] | None,
     *,
     keep: Tensor | None = None,
     adapters: LoraRows | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """The weighted sum of each row's best experts' gated MLPs, added to the residual and normed.
+    """The weighted sum of each row's best experts' gated MLPs, mostly added to the residual and normed.
 
     x         [T, hidden], contiguous
     logits    [T, experts], contiguous: the router's
     config    from `gpu.kernels.moe.tuned`, for T rows
-    after     the residual [T, hidden], updated in place, the next norm's weight [hidden], and eps
+    after     the residual [T, hidden], updated in place, the next norm's weight [hidden], and eps; None: the
+              sum is wanted
     keep      [T, hidden], whose rows may be strided, gets the new residual too
     adapters  of the rows, if any have one: deltas by `experts.lora` are added to gate and up before silu, to
               down before the weights
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
-    returns   the normed [T, hidden] in x's dtype
+    returns   the normed [T, hidden], or the sum, in x's dtype
     """
-    residual, norm, eps = after
     if config.small and (adapters is None or not any(experts.lora)):
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
+        if after is None:
+            return total
+        residual, norm, eps = after
         return rms_norm(total, norm, eps, residual=residual, keep=keep, num_rows=num_rows, pdl=pdl)
     w13, w2, top_k, renormalise, _, scales, lora = experts
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     tall, up, low = config.block_m, config.up, config.down
 
-    def product(rows: Tensor, at: int, after: TileConfig | None = None) -> Tensor:
+    def product(rows: Tensor, at: int, ahead: TileConfig | None = None) -> Tensor:
         """The layer's first or second GEMM of `rows`, with the deltas of its adapters."""
         gated = at == 0
         w, cut = ((w13, up), (w2, low))[at]
         delta, own = None, lora[at]
         if adapters is not None and own is not None:
             delta = shrink_pairs(rows, own, adapters, tiles, tall, top_k, gathered=gated, pdl=pdl)
-            after = None  # another kernel runs in between
+            ahead = None  # another kernel runs in between
         if scales is None:
-            return grouped_gemm(rows, w, tiles, tall, cut, gated=gated, after=after, delta=delta, pdl=pdl)
+            return grouped_gemm(rows, w, tiles, tall, cut, gated=gated, after=ahead, delta=delta, pdl=pdl)
         group = BLOCK if scales[at].dim() == w.dim() else 0
         # Places are sorted: those of true rows come first, top_k of each.
         per = 1 if gated else top_k
@@ -78,5 +81,5 @@ def fused_moe_add_norm(
         )
 
     hidden = product(x, 0)
-    parts = product(hidden, 1, after=up)
-    return moe_sum_add_norm(parts, routing, residual, norm, eps, keep=keep, num_rows=num_rows, pdl=pdl)
+    parts = product(hidden, 1, ahead=up)
+    return moe_sum(parts, routing, x.dtype, after, keep=keep, num_rows=num_rows, pdl=pdl)

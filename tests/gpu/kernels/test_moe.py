@@ -11,7 +11,7 @@ from bench.kernels import reference
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
 from gpu.experts import Experts
 from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
-from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.quant import quantise, quantise_blocks
@@ -232,7 +232,7 @@ def test_sum_add_and_norm(
     before = residual.clone()
     x, logits, w13, w2 = inputs
     kept = torch.full((rows, 2 * SIZE.hidden), -1.0, device=device, dtype=dtype)
-    found = fused_moe_add_norm(
+    found = fused_moe(
         x,
         logits,
         Experts(w13, w2, SIZE.top_k),

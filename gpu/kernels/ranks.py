@@ -1,0 +1,240 @@
+"""Sums and rows over the ranks of one host: each rank stores what the others need into their memory.
+
+    push_sum     every rank's part of a row, added in the order of ranks; then to the residual, and normed
+    push_gather  every rank's columns of a row, beside each other
+
+A program has a row (`push_gather`: some columns of it). It stores its part into each peer's memory, sets a
+flag there, and waits for the flags that its peers set here. Flags hold the number of the exchange, which each
+row counts on the device: a graph needs no argument for it. Two inboxes in turn suffice for sums: a peer sends
+its next part only when its own last kernel, which read this rank's, has ended; and it cannot be two ahead,
+since it waits for this rank in between.
+
+No program waits for one behind it: programs begin in the order of their rows on every rank, so the first row
+that is unfinished anywhere runs on all of them, and its flags come.
+
+`gate` int32 [1] says whether there is anybody to wait for: 0 while a rank warms up. `abort` int32 [1] is of
+the host: a rank that waits looks at it now and then, and ends with whatever it has when it is not 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
+
+COLUMNS = 4096
+"""Columns of a program of `push_gather`."""
+
+POLLS: tl.constexpr = tl.constexpr(1024)
+"""Looks at a flag between two at `abort`, which is across the bus."""
+
+
+class Peers(NamedTuple):
+    """What one rank reaches, by rank, and what is its own.
+
+    inboxes  [2, ranks, rows, width] of each rank: parts of sums, in turn
+    flags    int32 [2, ranks, rows]: which exchange they are of
+    turns    int32 [rows], this rank's: exchanges so far
+    gate     int32 [1], this rank's: 0 while it waits for nobody
+    abort    int32 [1] of the host
+    """
+
+    inboxes: tuple[Tensor, ...]
+    flags: tuple[Tensor, ...]
+    turns: Tensor
+    gate: Tensor
+    abort: Tensor
+
+
+class GatherPeers(NamedTuple):
+    """The same of `push_gather`.
+
+    outs   [rows, columns of all ranks] of each rank
+    flags  int32 [2, ranks, rows * blocks]: whether a rank may be written to, whether what it waits for is
+           there
+    """
+
+    outs: tuple[Tensor, ...]
+    flags: tuple[Tensor, ...]
+    turns: Tensor
+    gate: Tensor
+    abort: Tensor
+
+
+class Place(NamedTuple):
+    """Constants: this rank of so many, and rows of an inbox (`push_gather`: of flags)."""
+
+    rank: int
+    ranks: int
+    rows: int
+
+
+@jit
+def _signal(flags: tl.tensor, at: tl.tensor, turn: tl.tensor, PLACE: tl.constexpr) -> None:
+    """All that this program stored is there for a peer that finds `turn` at its flag `at`."""
+    RANK: tl.constexpr = PLACE.rank
+    RANKS: tl.constexpr = PLACE.ranks
+    tl.debug_barrier()  # the stores of all threads, before one of them sets the flag
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.atomic_xchg(flags[peer] + at, turn, sem="release", scope="sys")
+
+
+@jit
+def _await(flag: tl.tensor, turn: tl.tensor, abort: tl.tensor) -> None:
+    """Until `flag` has `turn`."""
+    polls = 0
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while seen < turn:
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        polls += 1
+        if polls % POLLS == 0:
+            seen = tl.where(tl.load(abort, volatile=True) != 0, turn, seen)
+
+
+@jit
+def _await_all(
+    flags: tl.tensor, first: tl.tensor, apart: int, turn: tl.tensor, gate: tl.tensor, abort: tl.tensor,
+    PLACE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Until the flag of each peer, `apart` from `first` on, has `turn`."""
+    RANK: tl.constexpr = PLACE.rank
+    RANKS: tl.constexpr = PLACE.ranks
+    if tl.load(gate) != 0:
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                _await(flags[RANK] + first + peer * apart, turn, abort)
+    tl.debug_barrier()
+
+
+@jit
+def _push_sum(
+    part: tl.tensor,
+    peers: Peers,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    keep: tl.tensor | None,
+    num_rows: tl.tensor,
+    keep_stride: int | None,
+    eps: float,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLACE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    RANK: tl.constexpr = PLACE.rank
+    RANKS: tl.constexpr = PLACE.ranks
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    if weight is not None:
+        w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # no kernel writes it: no wait
+    begin(PDL)
+    if padding(row, num_rows):
+        return
+    turn = tl.load(peers.turns + row)
+    at = row.to(tl.int64) * WIDTH + cols
+    own = tl.load(part + at, mask=mask, other=0.0)
+    if residual is not None:
+        old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    box = (turn % 2) * (RANKS * PLACE.rows) + row
+    mine = (box + RANK * PLACE.rows).to(tl.int64)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(peers.inboxes[peer] + mine * WIDTH + cols, own, mask=mask)
+    _signal(peers.flags, mine, turn + 1, PLACE)
+    _await_all(peers.flags, box, PLACE.rows, turn + 1, peers.gate, peers.abort, PLACE)
+    tl.store(peers.turns + row, turn + 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(RANKS):
+        if peer == RANK:
+            total += own.to(tl.float32)
+        else:
+            there = peers.inboxes[RANK] + (box + peer * PLACE.rows).to(tl.int64) * WIDTH + cols
+            # Past L1: what another device wrote is not seen there.
+            total += tl.load(there, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    v = total.to(own.dtype)
+    if residual is not None:
+        # Rounded as often as by one rank: the sum, then the new residual.
+        v = (v.to(tl.float32) + old).to(own.dtype)
+        tl.store(residual + at, v, mask=mask)
+    if keep is not None:
+        tl.store(keep + row.to(tl.int64) * keep_stride + cols, v, mask=mask)
+    if weight is not None:
+        f = v.to(tl.float32)
+        v = (f * tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps) * w).to(own.dtype)
+    tl.store(out + at, v, mask=mask)
+
+
+def push_sum(
+    part: Tensor,
+    peers: Peers,
+    place: Place,
+    *,
+    residual: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    keep: Tensor | None = None,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """The sum over ranks of `part` [n, width], contiguous, n up to the rows of an inbox: float32 in the order
+    of ranks, rounded to the dtype of `part`. With a `residual` [n, width] it is added to that in place, and
+    with `norm`, a weight [width] and eps, the result is normed as by `rms_norm`: a new [n, width]. `keep` and
+    `num_rows` as there; the ranks' `num_rows` are equal."""
+    rows, width = part.shape
+    assert rows <= place.rows and part.is_contiguous()
+    out = part.new_empty(rows, width)
+    weight, eps = norm or (None, 0.0)
+    block = pow2(width)
+    _push_sum[(rows,)](
+        part, peers, residual, weight, out, keep, num_rows, None if keep is None else keep.stride(0), eps,
+        WIDTH=width, BLOCK=block, PLACE=place, **launch_options(pdl, min(max(block // 512, 1), 8)),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _push_gather(
+    part: tl.tensor,
+    peers: GatherPeers,
+    part_stride: int,
+    SIZE: tl.constexpr,
+    TOTAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLACE: tl.constexpr,
+) -> None:
+    RANK: tl.constexpr = PLACE.rank
+    RANKS: tl.constexpr = PLACE.ranks
+    row, block = tl.program_id(0), tl.program_id(1)
+    cell = row * tl.num_programs(1) + block
+    turn = tl.load(peers.turns + cell) + 1
+    done = RANKS * PLACE.rows
+    # What this rank read of the last exchange was launched before: it may be written over.
+    _signal(peers.flags, RANK * PLACE.rows + cell, turn, PLACE)
+    _await_all(peers.flags, cell, PLACE.rows, turn, peers.gate, peers.abort, PLACE)
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    places = RANK * SIZE + cols
+    mask = (cols < SIZE) & (places < TOTAL)
+    own = tl.load(part + row.to(tl.int64) * part_stride + cols, mask=mask, other=0.0)
+    for peer in tl.static_range(RANKS):
+        tl.store(peers.outs[peer] + row.to(tl.int64) * TOTAL + places, own, mask=mask)
+    _signal(peers.flags, done + RANK * PLACE.rows + cell, turn, PLACE)
+    _await_all(peers.flags, done + cell, PLACE.rows, turn, peers.gate, peers.abort, PLACE)
+    tl.store(peers.turns + cell, turn)
+
+
+def push_gather(part: Tensor, peers: GatherPeers, place: Place, total: int) -> Tensor:
+    """All ranks' `part` [n, size], whose rows may be strided, beside each other in the order of ranks, as far
+    as `total` columns go: [n, total], which the next exchange writes over. Launched without dependent launch
+    and waits for all before it: readers of the last exchange may be among them."""
+    rows, size = part.shape
+    blocks = cdiv(size, COLUMNS)
+    assert rows * blocks <= place.rows and part.stride(1) == 1
+    _push_gather[(rows, blocks)](
+        part, peers, part.stride(0), SIZE=size, TOTAL=total, BLOCK=COLUMNS, PLACE=place, num_warps=8
+    )
+    return peers.outs[place.rank][:rows]

@@ -1,0 +1,67 @@
+"""Which devices the ranks of a replica run on, and how they meet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from core.config import ModelConfig, ParallelConfig
+from core.env import load_cuda_modules_eagerly
+from core.models import ModelSpec
+from gpu.attention.registry import check_cpu_backends
+from gpu.device import CudaFacts, check_gpus, choose_device, cuda_facts
+from gpu.draft.build import Draft
+from gpu.parts import Target
+from gpu.prompt import POSITIONS
+from gpu.ranks import Rank, RankGroup, make_ranks
+from gpu.step.shapes import most_samples
+
+log = logging.getLogger(__name__)
+
+THREADS = torch.get_num_threads()
+"""Of products on a CPU, which its ranks share."""
+
+
+def choose_targets(
+    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, replica: int
+) -> Sequence[Target]:
+    """Of each rank of a replica: a GPU of its own, or the CPU that all share. Raises `ConfigError`."""
+    facts = CudaFacts("none was asked for")
+    if model.device != "cpu":
+        if parallel.tp > 1:
+            load_cuda_modules_eagerly()
+        check_gpus(parallel)
+        facts = cuda_facts(parallel.gpu(replica))
+    devices = [choose_device(model.device, facts, parallel.gpu(replica, rank)) for rank in range(parallel.tp)]
+    if model.device == "auto" and facts.reason:
+        log.info("on the CPU: %s", facts.reason)
+    name: str = model.dtype
+    if name == "auto":
+        name = "float32" if devices[0].type == "cpu" else spec.dtype
+    dtype = getattr(torch, name)
+    targets = [Target(device, dtype, facts) for device in devices]
+    if not targets[0].captures(spec):
+        check_cpu_backends(model.attention_backend)
+    return targets
+
+
+def choose_ranks(
+    targets: Sequence[Target], spec: ModelSpec, rows: int, tokens: int, draft: Draft | None
+) -> tuple[RankGroup | None, Sequence[Rank | None]]:
+    """The ranks on `targets` and how they meet, for steps of so many rows and tokens of the whole model's
+    `spec`. On GPUs it allocates what they exchange. Raises `ConfigError` for GPUs that do not reach each
+    other."""
+    if len(targets) == 1:
+        return None, [None]
+    device, dtype, _ = targets[0]
+    if device.type == "cpu":
+        torch.set_num_threads(max(THREADS // len(targets), 1))
+        return make_ranks(len(targets))
+    from gpu.peers import Exchanged, make_peers  # Triton, which a CPU may not have
+
+    drafts, branches = (0, 1) if draft is None else (draft.most, draft.settings.eagle_topk)
+    samples = max(most_samples(rows, tokens, drafts), rows * branches, POSITIONS)
+    limits = Exchanged(tokens, spec.hidden, dtype, samples, spec.vocab_size)
+    return make_peers([target.device for target in targets], limits)
