@@ -56,7 +56,7 @@ class Drafts(msgspec.Struct):
         """One more step: it verified `drafted` tokens and made `made` after the first `output`."""
         self.steps += 1
         self.drafted += drafted
-        self.accepted += max(made - 1, 0)
+        self.accepted += made - 1 if made else 0
         self.end = output + made
 
     def delivered(self, output: int) -> int:

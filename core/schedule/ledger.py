@@ -92,9 +92,10 @@ def arrive(flight: InFlightStep, result: StepResult, table: SlotTable) -> Arrive
         table.least[slots] += counts[alive] - 1
         table.most[slots] += (counts - assumed)[alive]
         if (drafted := result.drafted) is not None:
-            for row in np.flatnonzero(drafted * alive).tolist():
-                request = flight.rows[row]
-                request.drafts.verified(int(drafted[row]), int(counts[row]), len(request.output))
+            verified = zip(flight.rows, (drafted * alive).tolist(), counts.tolist(), strict=True)
+            for request, own, made in verified:
+                if own:
+                    request.drafts.verified(own, made, len(request.output))
         row_of = np.repeat(np.arange(rows), counts)
         arrived = arrived._replace(
             requests=[flight.rows[row] for row in row_of.tolist()], slots=flight.slots[row_of]

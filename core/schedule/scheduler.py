@@ -227,7 +227,8 @@ class Scheduler:
         if flight.step != result.step:
             raise RuntimeError(f"step {result.step} was answered before step {flight.step}")
         self.places.applied = result.step + 1
-        self._budget.learn(flight.grant, flight.decoding, flight.prompts, result)
+        busy_at = self._clock() if self._flights else 0.0
+        self._budget.learn(flight.grant, flight.decoding, flight.prompts, result, busy_at)
         self._prefills.budget.learn(result.seconds)
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         hidden = by_request(flight, result.hidden, table)

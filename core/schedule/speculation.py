@@ -5,22 +5,12 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from core.executor import Capabilities
 from core.plan import StepResult
-from core.types import Ints
+from core.schedule.acceptance import Acceptance, Verified
+from core.schedule.host_time import HostTime
 
-MEMORY: Final = 64
-"""Drafts over which a position's acceptance is averaged: a step of many rows has as many."""
-FADING: Final = 127 / 128
-"""What a step leaves of the weight of all before it: what has not been tried for long is soon corrected."""
-LEAST_WEIGHT: Final = 2.0
-"""Drafts that the acceptance of the first position weighs at least; that of others fades away."""
-FIRST_GUESS: Final = 0.7
-"""Acceptance of a draft before any was verified."""
-READINESS: Final = 1 / 8
-"""Weight of a step's share of rows that had drafts."""
 EXCESS: Final = 1 / 16
 """Weight of a step's seconds beyond the measured ones."""
 MOST_EXCESS: Final = 4.0
@@ -39,6 +29,8 @@ LOSS: Final = 0.97
 """Gain at which it ends: estimates of few rows err by more than the account lets them."""
 PROBE: Final = 16
 """Drafts of a step that tries whether they are accepted again, at least; half as many as there are rows."""
+REVIEW: Final = 8
+"""Steps between two looks at what drafts bring. A look takes the loop 0.1 ms, a small model's step 0.5."""
 
 
 class Grant(NamedTuple):
@@ -78,6 +70,8 @@ class DraftBudget:
     Attention's reads of KV are not in measured costs. A row reads its KV once, with drafts or without, so
     they are alike for both: the seconds by which steps exceed the measured ones, averaged.
 
+    What drafts take the host longer is part of their price where the device waits for the host (`HostTime`).
+
     Without measured costs as many drafts are verified as there may be.
 
     Owner: event loop.
@@ -94,32 +88,19 @@ class DraftBudget:
         """Prompt tokens of the last step."""
         self._excess = 0.0
         """Seconds of a step beyond the measured ones."""
+        self._host = HostTime()
         self._cap = MOST_CREDIT
-        self._least = np.where(np.arange(most) > 0, 0.0, LEAST_WEIGHT)
-        self._tried = self._least.copy()
-        self._accepted = self._least * FIRST_GUESS
-        self._trees = False
-        """Whether drafts are nodes of trees, each with an acceptance of its own."""
-        self._ready = np.ones(most)
-        """Share of rows that have a draft at each position."""
+        self.acceptance = Acceptance(most)
+        self._verified: list[Verified] = []
+        self._steps = 0
+        """Since the last review."""
+        self._choices: dict[tuple[int, ...], tuple[int, float]] = {}
+        """What `_best` has found since, by its arguments."""
         if self._costs is not None:
             tokens = capabilities.max_step_tokens
             self._verify = self._costs.verify.upto(tokens)
             self._draft = self._costs.draft.upto(capabilities.max_rows)
             self._sizes = np.array(self._costs.verify.sizes)
-
-    def survival(self) -> NDArray[np.float64]:
-        """The probability [most] that a row's draft at each position and all before it are accepted, or of a
-        tree all on its path. What was never tried is as likely as what is before it."""
-        found, before, survives = np.empty(self.most), FIRST_GUESS, 1.0
-        counts = zip(self._tried.tolist(), self._accepted.tolist(), strict=True)
-        for j, (tried, accepted) in enumerate(counts):
-            if self._trees and j:
-                found[j] = survives = (accepted + survives * FIRST_GUESS) / (tried + 1.0)
-                continue
-            before = accepted / tried if j == 0 else (accepted + before) / (tried + 1.0)
-            found[j] = survives = survives * before
-        return found
 
     def grant(self, rows: int, able: int, room: int) -> Grant:
         """What a step of `rows` rows may verify, `able` of which may have drafts, `room` in all."""
@@ -130,16 +111,20 @@ class DraftBudget:
             return Grant(most if self._proposed else 0, self.most, able, proposes=True)
         trial = Grant(min(most, max(self.most, PROBE, rows // 2)), self.most, able, proposes=True)
         price = self._price(trial, rows, 0)
-        if self._account < (0.0 if self._proposed else price):
+        if not self._affords(price):
             return NO_DRAFTS
-        drafts, gain = self._best(rows, able, most)
+        drafts, gain = self._choose(rows, able, most)
         if not self._switch(gain, price):
             return trial._replace(proposes=False) if self._proposed else trial._replace(drafts=0)
         if self._prompts:
-            drafts, beside = self._best(rows, able, most, self._prompts, gain)
+            drafts, beside = self._choose(rows, able, most, self._prompts, gain)
             if beside <= 1.0:
                 return NO_DRAFTS
         return Grant(drafts if self._proposed else 0, self.most, able, proposes=self._account >= price)
+
+    def _affords(self, price: float) -> bool:
+        """Whether a step may have drafts: those that were proposed are paid for."""
+        return not self._host.due and self._account >= (0.0 if self._proposed else price)
 
     def _switch(self, gain: float, price: float) -> bool:
         """Whether drafting is on, now that it is expected to bring `gain`. Where it ends one try is left."""
@@ -152,6 +137,15 @@ class DraftBudget:
         """What a step has in which no row can verify a draft: where drafting is on, the next one may."""
         return Grant(longest=self.most, proposes=self.most > 0 and self._on)
 
+    def _choose(
+        self, rows: int, able: int, most: int, prompts: int = 0, usual: float = 1.0
+    ) -> tuple[int, float]:
+        """`_best`, as of the last review."""
+        key = (rows, able, most, prompts)
+        if (found := self._choices.get(key)) is None:
+            found = self._choices[key] = self._best(rows, able, most, prompts, usual)
+        return found
+
     def _best(
         self, rows: int, able: int, most: int, prompts: int = 0, usual: float = 1.0
     ) -> tuple[int, float]:
@@ -160,13 +154,15 @@ class DraftBudget:
         `usual` times the tokens of a plain one."""
         first = min(rows + prompts, len(self._verify) - 1 - most)
         plain = self._plain(rows)
-        ready = able * np.cumsum(self._ready)
-        tokens = np.cumsum(able * self._ready * self.survival())
+        share, survival = self.acceptance.ready, self.acceptance.survival()
+        ready = able * np.cumsum(share)
+        tokens = np.cumsum(able * share * survival)
         low, high = np.searchsorted(self._sizes, (first, first + most), side="right")
         # Padding is free: the best fill a graph, or have all drafts of a position, or are the most there are.
         tries = np.concatenate([self._sizes[low:high] - first, ready.astype(np.int64).clip(1, most), [most]])
         made = np.interp(tries, np.append(0.0, ready), np.append(0.0, tokens))
-        added = (self._verify[first + tries] - self._verify[first] + self._draft[rows]) / plain
+        fixed = self._draft[rows] + self._host.more
+        added = (self._verify[first + tries] - self._verify[first] + fixed) / plain
         gains = (1.0 + made / rows) / (1.0 + added)
         if prompts:
             gains = 1.0 + made / (rows * usual) - added
@@ -175,59 +171,50 @@ class DraftBudget:
 
     def _plain(self, rows: int) -> float:
         """Seconds of a step of `rows` rows without drafts."""
-        return float(self._verify[rows]) + self._excess
+        return float(self._verify[rows]) + self._excess + self._host.plain
 
     def _price(self, grant: Grant, rows: int, prompts: int) -> float:
         """What drafts cost beside `rows` rows and `prompts` prompt tokens, in plain steps."""
         first = min(rows + prompts, len(self._verify) - 1 - grant.drafts)
         more = float(self._verify[first + grant.drafts] - self._verify[first])
-        return (more + float(self._draft[rows]) * grant.proposes) / self._plain(rows)
+        more += float(self._draft[rows]) * grant.proposes
+        return max(more + self._host.more * bool(grant.drafts), 0.0) / self._plain(rows)
 
     def spend(self, grant: Grant, rows: int, prompts: int) -> None:
         """A step of `rows` rows and `prompts` prompt tokens was planned with `grant`."""
         self._proposed, self._prompts = grant.proposes, prompts
         if self._costs is None or not rows:
             return
+        self._host.planned(grant.drafts > 0)
         price = self._price(grant, rows, prompts)
         self._cap = max(MOST_CREDIT, STEPS_OF_CREDIT * price)
         self._account = min(self._account + ALLOWANCE, self._cap) - price
 
-    def learn(self, grant: Grant, rows: int, prompts: int, result: StepResult) -> None:
-        """The result of a step that was planned so."""
+    def learn(self, grant: Grant, rows: int, prompts: int, result: StepResult, busy_at: float = 0.0) -> None:
+        """The result of a step that was planned so; it came at `busy_at`, while the next step was in flight.
+        0: none was."""
+        period = self._host.period(busy_at)
         if self._costs is None or not rows:
             return
         if result.seconds and not prompts:
             known = float(self._verify[rows + grant.drafts] + self._draft[rows] * grant.proposes)
             beyond = min(max(result.seconds - known, 0.0), MOST_EXCESS * known)
             self._excess += (beyond - self._excess) * EXCESS
-        fading = np.where(self._tried > self._least, FADING, 1.0)
-        self._tried *= fading
-        self._accepted *= fading
+            self._host.learn(grant.drafts > 0, period, result.seconds)
         if grant.drafts and result.counts is not None and result.drafted is not None:
+            taken = result.counts[:rows] - 1
             paths = None if result.paths is None else result.paths[:rows]
-            self._count(grant, result.counts[:rows] - 1, result.drafted[:rows], paths)
+            self._verified.append(Verified(grant.drafts, grant.able, taken, result.drafted[:rows], paths))
+            self._account = min(self._account + float(taken.sum()) / rows, self._cap)
+        self._steps += 1
+        # What a try found counts at once.
+        if self._steps >= REVIEW or (self._verified and not self._on):
+            self._review()
 
-    def _count(self, grant: Grant, taken: Ints, drafted: Ints, paths: Ints | None) -> None:
-        """Of each row so many of its drafts were taken; of trees those on `paths`."""
-        rows, self._trees = len(taken), paths is not None
-        if paths is None:
-            accepted = _reaching(taken, self.most)
-            tried = accepted + np.bincount(taken[taken < drafted].clip(0), minlength=self.most)[: self.most]
-        else:
-            tried = _reaching(drafted, self.most)
-            accepted = (paths[:, None] >> np.arange(self.most) & 1).sum(0).astype(np.float64)
-        kept = MEMORY / (MEMORY + tried)
-        self._tried = self._tried * kept + tried
-        self._accepted = self._accepted * kept + accepted
-        self._account = min(self._account + float(accepted.sum()) / rows, self._cap)
-        # Where all were used there may have been more.
-        short = drafted.sum() < grant.drafts
-        shares = _reaching(drafted, self.most) / grant.able if short else 1.0
-        self._ready += (shares - self._ready) * READINESS
-
-
-def _reaching(counts: Ints, most: int) -> NDArray[np.float64]:
-    """How many of `counts` are at least 1 ... `most`."""
-    each = np.bincount(counts.clip(0, most), minlength=most + 1)
-    found: NDArray[np.float64] = np.cumsum(each[::-1])[::-1][1:].astype(np.float64)
-    return found
+    def _review(self) -> None:
+        """Learn from the steps since the last review."""
+        self.acceptance.fade(self._steps)
+        if self._verified:
+            self.acceptance.count(self._verified)
+        self._steps, self._verified = 0, []
+        self._choices.clear()

@@ -57,12 +57,20 @@ class Load(NamedTuple):
 
 class Simulation:
     """The step loop over a device that has no model but takes its time: a step's padded tokens, what its
-    drafter takes, and `reads` seconds that no table knows."""
+    drafter takes, and `reads` seconds that no table knows. The host takes at least `host` seconds for a step,
+    without drafts and with."""
 
     def __init__(
-        self, load: Load, costs: StepCosts, capabilities: Capabilities, reads: float = 0.0, seed: int = 0
+        self,
+        load: Load,
+        costs: StepCosts,
+        capabilities: Capabilities,
+        reads: float = 0.0,
+        seed: int = 0,
+        host: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.now, self.made = 0.0, 0
+        self._host = host
         self.lengths: dict[int, int] = {}
         self.limits: dict[int, int] = {}
         self.plans: list[StepPlan] = []
@@ -114,7 +122,7 @@ class Simulation:
         seconds = self._seconds(self._costs.verify, plan.num_tokens) + self._reads
         if plan.proposes:
             seconds += self._seconds(self._costs.draft, len(counts))
-        self.now += seconds
+        self.now += max(seconds, self._host[plan.drafts > 0])
         drafted = np.array(given + [0] * ends, np.int32) if self._most else None
         tokens = np.ones(counts.sum(), np.int32)
         return StepResult(plan.step, tokens, counts=counts, drafted=drafted, seconds=seconds)
@@ -134,6 +142,7 @@ def simulated(
     reads: float = 0.0,
     depth: int = 1,
     slots: int = 256,
+    host: tuple[float, float] = (0.0, 0.0),
 ) -> Simulation:
     """With at most `drafts` a row, always or as the costs tell. `slots` requests run at once."""
     pages = -(-(load.tokens + 8) // 16) + 1
@@ -143,7 +152,7 @@ def simulated(
         vocab_size=10, max_step_tokens=2048, max_drafts=drafts, max_samples=1024,
         costs=costs if adaptive else None,
     )  # fmt: skip
-    simulation = Simulation(load, costs, capabilities, reads, seed=load.rows)
+    simulation = Simulation(load, costs, capabilities, reads, load.rows, host)
     params = [SamplingParams(max_tokens=load.tokens - load.spread * at) for at in range(32)]
     prompts = [np.array([1 + at // 9, 1 + at % 9, *range(6)], np.int32) for at in range(load.rows)]
     simulation.run([Request(f"r{at}", prompt, params[at % 32]) for at, prompt in enumerate(prompts)], depth)
@@ -229,6 +238,21 @@ def test_time_that_no_table_knows_counts_for_both(rows: int) -> None:
     assert most[0] < most[1]
 
 
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("host", [(1e-3, 1e-3), (1e-3, 1.5e-3)], ids=["alike", "longer"])
+@pytest.mark.parametrize("length", [1.0, 1.3, 3.0])
+def test_what_the_host_takes_counts(rows: int, host: tuple[float, float], length: float) -> None:
+    """A small model's step takes the device half a millisecond and the host twice as long, or three times
+    where there are drafts: of 1.3 tokens these pay by what the device takes, and not by what passes."""
+    load = Load(rows, 500, chances(length))
+    small = StepCosts(table({1: 0.5, 1024: 1.5}), table({1: 0.02, 256: 0.1}))
+    plain, adaptive = (simulated(load, small, drafts, host=host) for drafts in (0, MOST))
+    gain = plain.now / adaptive.now
+    assert gain >= 0.97
+    if length * host[0] / host[1] > 1.2:
+        assert gain > 0.8 * length * host[0] / host[1]
+
+
 def test_rows_without_drafts_are_not_paid_for() -> None:
     """A prompt lookup that finds something for a fourth of the rows: the others' drafts fill no graph."""
     load = Load(64, 500, GOOD, found=0.25)
@@ -300,4 +324,4 @@ def test_each_draft_of_a_tree_has_an_acceptance_of_its_own() -> None:
         drafted: Ints = np.full(8, 4, np.int32)
         grant = Grant(drafts=32, longest=MOST, able=8, proposes=True)
         budget.learn(grant, 8, 0, StepResult(step, NO_TOKENS, counts=counts, drafted=drafted, paths=paths))
-    assert budget.survival()[:4] == pytest.approx(worth, abs=0.08)
+    assert budget.acceptance.survival()[:4] == pytest.approx(worth, abs=0.08)
