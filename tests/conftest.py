@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -18,3 +19,15 @@ settings.load_profile("repeatable")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Side by side: torch would take all cores for each worker, and for each server that it starts.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What is imported and collected stays: the garbage collector need not walk it again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # bindings report what is still frozen at the end as leaked
