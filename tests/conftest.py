@@ -24,9 +24,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 gc.disable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: what waits for a server or a time-out leaves its core to others."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        gc.freeze()  # again: the housekeeping of an engine that ends makes all collectable
 
 
 def pytest_unconfigure() -> None:

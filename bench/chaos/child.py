@@ -213,6 +213,7 @@ def main() -> None:
     threading.Thread(target=listen, daemon=True).start()
     while True:
         message = starts.get()
+        gc.freeze()  # each server begins and ends with a collection, of its own objects
         try:
             code = served.run(message["flags"], message["device"])
         except Exception as error:
