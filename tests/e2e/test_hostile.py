@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -14,26 +14,17 @@ import pytest
 
 from bench.chaos.row import Setting
 from bench.chaos.server import Server
-from bench.chaos.tiny import dummy_model, flags
-from tests.rigs.process import Process, serving
+from tests.rigs.process import Process
 from tests.rigs.wait import PATIENCE
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 GOOD = {"prompt": "The neighbours sing", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    # Without info logs: the test does not read the server's stderr, and a full pipe would block it.
-    model = dummy_model(tmp_path_factory.mktemp("hostile"))
-    with serving(*flags(model), "--log-level", "warning") as process:
-        yield process
-
-
 @pytest.fixture
-async def url(started: Process, session: aiohttp.ClientSession) -> str:
-    await started.ready(session)
-    return started.url
+async def url(shared: Process, session: aiohttp.ClientSession) -> str:
+    await shared.ready(session)
+    return shared.url
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from bench.chaos.tiny import dummy_model, flags
-from tests.rigs.process import read_events, run_to_end, serving
+from tests.rigs.process import Process, read_events, run_to_end, serving
 from tests.rigs.wait import PATIENCE
 
 BODIES: list[dict[str, Any]] = [
@@ -19,26 +19,26 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-async def told(*arguments: str) -> list[str]:
+async def told(server: Process) -> list[str]:
     """What a server says to each body."""
     found = []
-    with serving(*arguments) as server:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session:
-            await server.ready(session)
-            for body in BODIES:
-                async with session.post(f"{server.url}/v1/completions", json=body) as answer:
-                    assert answer.status == 200, await answer.text()
-                    if body.get("stream"):
-                        chunks = [event for event in await read_events(answer) if event != "[DONE]"]
-                    else:
-                        chunks = [await answer.json()]
-                    found.append("".join(c["text"] for chunk in chunks for c in chunk["choices"]))
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session:
+        await server.ready(session)
+        for body in BODIES:
+            async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                if body.get("stream"):
+                    chunks = [event for event in await read_events(answer) if event != "[DONE]"]
+                else:
+                    chunks = [await answer.json()]
+                found.append("".join(c["text"] for chunk in chunks for c in chunk["choices"]))
     return found
 
 
-async def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
-    serve = flags(dummy_model(tmp_path / "model"))
-    one, two = await told(*serve), await told(*serve, "--tensor-parallel-size", "2")
+async def test_two_ranks_say_what_one_says(shared: Process, tmp_path: Path) -> None:
+    one = await told(shared)
+    with serving(*flags(dummy_model(tmp_path / "model")), "--tensor-parallel-size", "2") as server:
+        two = await told(server)
     assert two == one
     assert len(one[0]) > 20 and one[2].isdigit()
 

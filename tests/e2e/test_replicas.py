@@ -62,10 +62,11 @@ def listening(process: int) -> int:
     return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
 
 
-async def test_two_replicas_answer_as_one_does_and_drain(model: Path, session: aiohttp.ClientSession) -> None:
-    with serving(*flags(model)) as alone:
-        await alone.ready(session)
-        expected = await complete(session, alone)
+async def test_two_replicas_answer_as_one_does_and_drain(
+    shared: Process, model: Path, session: aiohttp.ClientSession
+) -> None:
+    await shared.ready(session)
+    expected = await complete(session, shared)
     with serving(*flags(model), *DP) as server:
         await server.ready(session)
         assert listening(server.process.pid) == 1

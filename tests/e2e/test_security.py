@@ -6,8 +6,7 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.chaos.tiny import dummy_model, flags
-from tests.rigs.process import serving
+from tests.rigs.process import Process
 
 TCP_LISTEN = "0A"
 
@@ -34,12 +33,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-async def test_one_port_listens(tmp_path: Path) -> None:
-    with serving(*flags(dummy_model(tmp_path / "model"))) as server:
-        async with aiohttp.ClientSession() as session:
-            await server.ready(session)
-            # A constraint starts the helper process, which must not listen either.
-            body = {"prompt": "a", "max_tokens": 4, "regex": "[a-z]{0,400}(b|c){2,300}"}
-            async with session.post(f"{server.url}/v1/completions", json=body) as answer:
-                assert answer.status in (200, 400)
-        assert listening(server.process.pid) == [server.port]
+async def test_one_port_listens(shared: Process) -> None:
+    async with aiohttp.ClientSession() as session:
+        await shared.ready(session)
+        # A constraint starts the helper process, which must not listen either.
+        body = {"prompt": "a", "max_tokens": 4, "regex": "[a-z]{0,400}(b|c){2,300}"}
+        async with session.post(f"{shared.url}/v1/completions", json=body) as answer:
+            assert answer.status in (200, 400)
+    assert listening(shared.process.pid) == [shared.port]

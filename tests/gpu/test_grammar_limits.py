@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,14 @@ WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} 
 
 @pytest.fixture
 async def compiler() -> AsyncIterator[Compiler]:
+    made = Compiler(table(), HelperProcess(), cache_bytes=2**20, helper_seconds=0.5)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Compiler]:
+    """The same for many tests: its helper is started again only where it was killed."""
     made = Compiler(table(), HelperProcess(), cache_bytes=2**20, helper_seconds=0.5)
     yield made
     made.close()
@@ -155,18 +163,18 @@ HOSTILE: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_hostile_sources_are_refused_or_bounded(compiler: Compiler, name: str) -> None:
+async def test_hostile_sources_are_refused_or_bounded(lasting: Compiler, name: str) -> None:
     """Whatever compiles may fail while decoding, but only itself, and it says why."""
     kind, text = HOSTILE[name]
     try:
         async with asyncio.timeout(PATIENCE):
-            grammar = await compiler.compile(GrammarSpec(kind, text))
+            grammar = await lasting.compile(GrammarSpec(kind, text))
     except RequestError as error:
         assert error.message
         return
     assert isinstance(grammar, Grammar)
     matchers = Matchers()
-    matchers.apply([new_slot(1, grammar), new_slot(2, await _plain(compiler))])
+    matchers.apply([new_slot(1, grammar), new_slot(2, await _plain(lasting))])
     generator = np.random.default_rng(1)
     for _ in range(60):
         masks = matchers.fill(decode(1, 2))
