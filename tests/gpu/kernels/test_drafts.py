@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from app.engine.job import Job
 from core.models import ModelSpec
 from gpu.attention import AttentionBackend
 from gpu.attention.backend import attention_config
@@ -30,7 +31,7 @@ from tests.rigs.graph_runner import captured_machine
 from tests.rigs.runner import CPU, Rig
 
 KINDS = ("penalties", "min_tokens", "hidden", "grammar")
-TOKENS = 11
+TOKENS, PROMPT = 11, 13
 DEPTH = 3
 
 
@@ -38,6 +39,14 @@ DEPTH = 3
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with engines_of(tiny_model.build("llama", tmp_path_factory.mktemp("llama")).path) as made:
         yield made
+
+
+def some_jobs() -> list[Job]:
+    """With few tokens: the interpreter takes a tenth of a second for a step of twenty."""
+    return [
+        msgspec.structs.replace(job, prompt=job.prompt[: PROMPT - at], max_tokens=TOKENS)
+        for at, job in enumerate(job for job in jobs() if job.id in KINDS)
+    ]
 
 
 def attention(rig: Rig) -> AttentionBackend:
@@ -49,8 +58,7 @@ def attention(rig: Rig) -> AttentionBackend:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
 @pytest.mark.parametrize("trees", [False, True])
 async def test_a_gpus_kernels_verify_drafts(engines: Engines, trees: bool) -> None:
-    """Few tokens: the interpreter takes a tenth of a second for a step."""
-    kinds = [msgspec.structs.replace(job, max_tokens=TOKENS) for job in jobs() if job.id in KINDS]
+    kinds = some_jobs()
     plain = await engines.plain(kinds)
     sizes = PaddedSizes(SAMPLES, STEP_TOKENS, ROWS, DEPTH)
     engine = engines.make(
@@ -76,7 +84,7 @@ def gpus_machine(spec: ModelSpec) -> DraftMachine:
 @pytest.mark.parametrize(("name", "tree"), [("eagle3", None), ("eagle", Tree(2, 2, 4))], ids=str)
 async def test_a_gpus_kernels_draft(engines: Engines, tmp_path: Path, name: str, tree: Tree | None) -> None:
     """What they draft changes no text, and the steps are those of a CPU: as many drafts were accepted."""
-    kinds = [msgspec.structs.replace(job, max_tokens=TOKENS) for job in jobs() if job.id in KINDS]
+    kinds = some_jobs()
     plain = await engines.plain(kinds)
     sizes = PaddedSizes(SAMPLES, STEP_TOKENS, ROWS)
     most = []

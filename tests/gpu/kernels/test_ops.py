@@ -51,11 +51,17 @@ pytestmark = pytest.mark.skipif(
 ROWS = 4
 
 
+def build(variant: str, folder: Path) -> Path:
+    """A checkpoint of two layers, because the interpreter is slow."""
+    more = {"layer_types": ["sliding_attention", "full_attention"]} if variant == "qwen3-window" else {}
+    return tiny_model.build(variant, folder, num_hidden_layers=2, **more).path
+
+
 class Both:
     """A model with two pools, one per set of operations, under one page table."""
 
     def __init__(self, variant: str, folder: Path, fp8: Fp8 = "") -> None:
-        path = tiny_model.build(variant, folder).path
+        path = build(variant, folder)
         spec = self.spec = msgspec.structs.replace(spec_of(path), fp8=fp8)
         self.model = load_model(spec, path, torch.float32, CPU)
         shape = (spec.layers, ROWS * PAGES + 1, PAGE, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
