@@ -21,8 +21,8 @@ from tests.rigs.server import CARD, Server, Start
 NOT_GENERATING = ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/classify", "/classify")
 RANKS = PoolingSpec(kind="first", labels=("r",), activation="sigmoid", normalize=False)
 
-EXAMPLES = 5
-"""For each operation and mode; all of them together take some 7 s."""
+EXAMPLES = 3
+"""For each operation and mode; all of them together take some 5 s."""
 
 
 async def get(server: Server) -> dict[str, Any]:

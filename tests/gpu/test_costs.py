@@ -33,6 +33,12 @@ from tests.rigs.runner import CPU, Rig
 ROWS, DRAFTS, VOCAB = 24, 3, 1000
 
 
+@pytest.fixture(autouse=True)
+def measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in as little time as other tests take for it."""
+    monkeypatch.setattr("gpu.step.costs.SECONDS", 0.6)
+
+
 class Timed:
     """A device on which a token takes a second, a draft's row three, and the first of each kind a minute."""
 

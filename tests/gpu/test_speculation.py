@@ -16,14 +16,23 @@ from tests.rigs.tiny_model import Tiny
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Of the layers that the heads of `draft_heads` are for. Two have experts, which are slow on a CPU."""
+    """One layer has experts, which are slow on a CPU."""
     path = tmp_path_factory.mktemp("moe")
-    return tiny_model.build("qwen3-moe", path, num_hidden_layers=6, mlp_only_layers=[0, 1, 3, 4])
+    return tiny_model.build("qwen3-moe", path, num_hidden_layers=2, mlp_only_layers=[0], num_experts=4)
 
 
 @pytest.fixture(scope="module")
 def engines(tiny: Tiny) -> Iterator[Engines]:
     with engines_of(tiny.path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def under_heads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Over as many layers as the heads of `draft_heads` are for."""
+    path, dense = tmp_path_factory.mktemp("moe"), [0, 1, 3, 4, 5]
+    more = {"num_hidden_layers": 6, "mlp_only_layers": dense, "num_experts": 4}
+    with engines_of(tiny_model.build("qwen3-moe", path, **more).path) as made:
         yield made
 
 
@@ -60,11 +69,11 @@ async def test_trees_of_the_target_are_often_right(
     ("name", "tree", "overlap"), [("eagle", Tree(2, 4, 9), 0), ("eagle3", Tree(4, 2, 6), 2)]
 )
 async def test_a_heads_trees_change_no_text(
-    engines: Engines, tmp_path: Path, name: str, tree: Tree, overlap: int
+    under_heads: Engines, tmp_path: Path, name: str, tree: Tree, overlap: int
 ) -> None:
-    plain = await engines.plain(jobs(FEW))
+    plain = await under_heads.plain(jobs(FEW))
     drafts = Drafts(tree.nodes, 0.0, drafters.head(name, tmp_path, tree=tree), trees=True)
-    for answer in await engines.make(drafts, overlap).answers(jobs(FEW)):
+    for answer in await under_heads.make(drafts, overlap).answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
 
 
@@ -78,10 +87,10 @@ async def test_a_heads_trees_change_no_text(
     ],
 )
 async def test_a_heads_guesses_change_no_text(
-    engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
+    under_heads: Engines, tmp_path: Path, name: str, depth: int, overlap: int
 ) -> None:
-    plain = await engines.plain(jobs(FEW))
-    engine = engines.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
+    plain = await under_heads.plain(jobs(FEW))
+    engine = under_heads.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
     for answer in await engine.answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
 
@@ -95,10 +104,10 @@ async def test_a_heads_guesses_change_no_text(
     ],
 )
 async def test_a_blocks_guesses_change_no_text(
-    engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
+    under_heads: Engines, tmp_path: Path, name: str, depth: int, overlap: int
 ) -> None:
-    plain = await engines.plain(jobs(FEW))
-    engine = engines.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
+    plain = await under_heads.plain(jobs(FEW))
+    engine = under_heads.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
     for answer in await engine.answers(jobs(FEW)):
         same(answer, plain[answer.run.id])
 
