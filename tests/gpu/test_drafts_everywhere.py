@@ -17,7 +17,7 @@ from tests.rigs.tiny_model import VOCAB, Tiny
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe"))
+    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe"), **tiny_model.FEW_EXPERTS)
 
 
 @pytest.fixture(scope="module")

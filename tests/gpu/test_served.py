@@ -140,7 +140,11 @@ def test_no_draft_is_from_another_namespace(capacity: int) -> None:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     tokenizer = Tokenizer.load(None, VOCAB, [STOP])
     compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
-    yield Engines(tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe")).path, tokenizer, compiler)
+    yield Engines(
+        tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe"), **tiny_model.FEW_EXPERTS).path,
+        tokenizer,
+        compiler,
+    )
     compiler.close()
 
 

@@ -16,9 +16,7 @@ from tests.rigs.tiny_model import Tiny
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """One layer has experts, which are slow on a CPU."""
-    path = tmp_path_factory.mktemp("moe")
-    return tiny_model.build("qwen3-moe", path, num_hidden_layers=2, mlp_only_layers=[0], num_experts=4)
+    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe"), **tiny_model.FEW_EXPERTS)
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def some() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.build("qwen3", tmp_path_factory.mktemp("target")).path
+    return tiny_model.build("qwen3", tmp_path_factory.mktemp("target"), num_hidden_layers=2).path
 
 
 @pytest.fixture(scope="module")

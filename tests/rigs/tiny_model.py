@@ -83,6 +83,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name to (family, changes to `_SIZES`)."""
 
+FEW_EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": 4}
+"""Changes to `qwen3-moe`, whose experts are slow on a CPU: one layer of each kind."""
+
 
 class Tiny(NamedTuple):
     """A saved checkpoint and the transformers model it was saved from, fp32."""
