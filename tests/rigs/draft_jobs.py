@@ -27,7 +27,7 @@ from tests.rigs.tiny_model import VOCAB
 STOP = 3
 """A byte that no text has."""
 TOKENS = 30
-FEW = 20
+FEW = 14
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 LETTERS = tuple(map(chr, range(97, 123)))
 

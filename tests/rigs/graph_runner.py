@@ -27,7 +27,7 @@ from tests.rigs.attention import EagerAttention
 from tests.rigs.runner import CPU, Rig
 
 PAGE, ROWS, PAGES = 4, 4, 300
-PROMPT = [int(i * 31 % 250) + 2 for i in range(18)]
+PROMPT = [int(i * 31 % 250) + 2 for i in range(14)]
 
 
 class NoWarmUp:
