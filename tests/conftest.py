@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -24,10 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 gc.disable()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: what waits for a server or a time-out leaves its core to others."""
-    return len(os.sched_getaffinity(0)) + 1
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One more than xdist counts cores: what waits for a server or a time-out leaves its core to others."""
+    return (yield) + 1
 
 
 def pytest_collection_finish() -> None:
