@@ -21,7 +21,17 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from gpu.kernels.jit import cdiv
-from gpu.kernels.ranks import COLUMNS, GatherPeers, Peers, Place, push_gather, push_sum
+from gpu.kernels.ranks import (
+    COLUMNS,
+    EMPTY,
+    INBOXES,
+    GatherPeers,
+    Peers,
+    Place,
+    push_gather,
+    push_rows,
+    push_sum,
+)
 from gpu.ranks import Rank, RankGroup
 from gpu.thread import device_thread
 
@@ -51,7 +61,7 @@ class Exchanged(NamedTuple):
 
     def held_bytes(self, ranks: int) -> int:
         """On each rank."""
-        sums = 2 * ranks * self.tokens * (self.hidden * self.dtype.itemsize + 4)
+        sums = INBOXES * ranks * self.tokens * self.hidden * self.dtype.itemsize
         return sums + self.samples * (4 * self.vocab + 8 * ranks * self.blocks(ranks)) + HELD
 
 
@@ -104,6 +114,10 @@ class PeerRank(Rank):
             pdl=pdl,
         )
 
+    def embed(self, table: Tensor, ids: Tensor, num_rows: Tensor, pdl: bool) -> Tensor:
+        """Rows `ids` of a table of which this rank has a part, `table`."""
+        return push_rows(table, ids, self._sums, self._sum_place, num_rows=num_rows, pdl=pdl)
+
     def gather(self, part: Tensor) -> Tensor:
         """See `gpu.ranks.Reducer.gather`, of logits: as many columns as the vocabulary has tokens, which the
         next call writes over."""
@@ -118,9 +132,10 @@ class PeerRank(Rank):
         yield
         torch.empty(HELD, dtype=torch.uint8, device=self._sums.gate.device)  # the allocator keeps it
         self._meet()
-        for each in (self._sums, self._gathers):
-            each.turns.zero_()
-            each.flags[self.shard.rank].zero_()
+        self._sums.turns.zero_()
+        self._sums.inboxes[self.shard.rank].fill_(EMPTY)
+        self._gathers.turns.zero_()
+        self._gathers.flags[self.shard.rank].zero_()
         self._sums.gate.fill_(1)
         self._meet()
 
@@ -146,22 +161,22 @@ def peer_ranks(group: PeerGroup, devices: Sequence[torch.device], limits: Exchan
     """A rank of the group on each device, with the memory that all of them write into."""
     ranks = len(devices)
     cells = limits.samples * limits.blocks(ranks)
-    sums = [_zeros(each, 2, ranks, limits.tokens, limits.hidden, dtype=limits.dtype) for each in devices]
-    sum_flags = [_zeros(each, 2, ranks, limits.tokens) for each in devices]
-    logits = [_zeros(each, limits.samples, limits.vocab, dtype=torch.float32) for each in devices]
-    logit_flags = [_zeros(each, 2, ranks, cells) for each in devices]
+    size = (INBOXES, ranks, limits.tokens, limits.hidden)
+    sums = [_filled(EMPTY, each, *size, dtype=limits.dtype) for each in devices]
+    logits = [_filled(0, each, limits.samples, limits.vocab, dtype=torch.float32) for each in devices]
+    logit_flags = [_filled(0, each, 2, ranks, cells) for each in devices]
     with device_thread(devices[0]):
-        for own, others in permutations(sum_flags, 2):
+        for own, others in permutations(logit_flags, 2):
             own.copy_(others)  # torch grants access when it first copies
     made: list[PeerRank] = []
     for number, device in enumerate(devices):
-        gate = _zeros(device, 1)
-        adds = Peers(tuple(sums), tuple(sum_flags), _zeros(device, limits.tokens), gate, group.word)
-        gathers = GatherPeers(tuple(logits), tuple(logit_flags), _zeros(device, cells), gate, group.word)
+        gate = _filled(0, device, 1)
+        adds = Peers(tuple(sums), _filled(0, device, limits.tokens), gate, group.word)
+        gathers = GatherPeers(tuple(logits), tuple(logit_flags), _filled(0, device, cells), gate, group.word)
         made.append(PeerRank(group, number, adds, gathers, limits))
     return made
 
 
-def _zeros(device: torch.device, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+def _filled(value: float, device: torch.device, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     with device_thread(device):
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.full(shape, value, dtype=dtype, device=device)

@@ -1,13 +1,19 @@
 """Sums and rows over the ranks of one host: each rank stores what the others need into their memory.
 
     push_sum     every rank's part of a row, added in the order of ranks; then to the residual, and normed
+    push_rows    rows of a table that the ranks divide
     push_gather  every rank's columns of a row, beside each other
 
-A program has a row (`push_gather`: some columns of it). It stores its part into each peer's memory, sets a
-flag there, and waits for the flags that its peers set here. Flags hold the number of the exchange, which each
-row counts on the device: a graph needs no argument for it. Two inboxes in turn suffice for sums: a peer sends
-its next part only when its own last kernel, which read this rank's, has ended; and it cannot be two ahead,
-since it waits for this rank in between.
+A program has a row (`push_gather`: some columns of it), and counts its exchanges on the device: a graph needs
+no argument for it.
+
+Sums are Lamport's: a program stores its part into each peer's inbox and reads its own until nothing in it is
+-0.0, which is never sent. There is no flag, and no store that has to be waited for before one is set. Three
+inboxes take turns; the one that was read last is filled with -0.0 again, for the exchange after the next. A
+peer writes into that only when it has this rank's part of the next one, which is sent when the kernel that
+filled it has ended.
+
+Logits, once a step and larger, have flags with the number of the exchange.
 
 No program waits for one behind it: programs begin in the order of their rows on every rank, so the first row
 that is unfinished anywhere runs on all of them, and its flags come.
@@ -28,6 +34,11 @@ from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
 COLUMNS = 4096
 """Columns of a program of `push_gather`."""
 
+INBOXES = 3
+EMPTY = -0.0
+"""What an inbox holds where nothing has come."""
+_INBOXES = tl.constexpr(INBOXES)
+
 POLLS: tl.constexpr = tl.constexpr(1024)
 """Looks at a flag between two at `abort`, which is across the bus."""
 
@@ -35,15 +46,13 @@ POLLS: tl.constexpr = tl.constexpr(1024)
 class Peers(NamedTuple):
     """What one rank reaches, by rank, and what is its own.
 
-    inboxes  [2, ranks, rows, width] of each rank: parts of sums, in turn
-    flags    int32 [2, ranks, rows]: which exchange they are of
+    inboxes  [INBOXES, ranks, rows, width] of each rank: parts of sums; EMPTY at first
     turns    int32 [rows], this rank's: exchanges so far
     gate     int32 [1], this rank's: 0 while it waits for nobody
     abort    int32 [1] of the host
     """
 
     inboxes: tuple[Tensor, ...]
-    flags: tuple[Tensor, ...]
     turns: Tensor
     gate: Tensor
     abort: Tensor
@@ -111,8 +120,32 @@ def _await_all(
 
 
 @jit
+def _is_empty(part: tl.tensor) -> tl.tensor:
+    """Where `part` has the bits of EMPTY."""
+    if part.dtype.primitive_bitwidth == 32:
+        return part.to(tl.int32, bitcast=True) == -(2**31)
+    return part.to(tl.int16, bitcast=True) == -(2**15)
+
+
+@jit
+def _receive(at: tl.tensor, mask: tl.tensor, gate: tl.tensor, abort: tl.tensor) -> tl.tensor:
+    """What a peer stores at the addresses `at`, when all of it is there."""
+    found = tl.load(at, mask=mask, other=0.0, volatile=True)
+    missing = tl.max((_is_empty(found) & mask).to(tl.int32), 0) * gate
+    polls = 0
+    while missing != 0:
+        found = tl.load(at, mask=mask, other=0.0, volatile=True)
+        missing = tl.max((_is_empty(found) & mask).to(tl.int32), 0)
+        polls += 1
+        if polls % POLLS == 0:
+            missing = tl.where(tl.load(abort, volatile=True) != 0, 0, missing)
+    return found
+
+
+@jit
 def _push_sum(
     part: tl.tensor,
+    ids: tl.tensor | None,
     peers: Peers,
     residual: tl.tensor,
     weight: tl.tensor,
@@ -121,6 +154,7 @@ def _push_sum(
     num_rows: tl.tensor,
     keep_stride: int | None,
     eps: float,
+    TABLE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PLACE: tl.constexpr,
@@ -138,25 +172,30 @@ def _push_sum(
         return
     turn = tl.load(peers.turns + row)
     at = row.to(tl.int64) * WIDTH + cols
-    own = tl.load(part + at, mask=mask, other=0.0)
+    if ids is None:
+        own = tl.load(part + at, mask=mask, other=0.0)
+    else:
+        entry = tl.load(ids + row + cols * 0).to(tl.int64) - RANK * TABLE
+        here = (entry >= 0) & (entry < TABLE)
+        own = tl.load(part + entry * WIDTH + cols, mask=mask & here, other=0.0)
     if residual is not None:
         old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    box = (turn % 2) * (RANKS * PLACE.rows) + row
-    mine = (box + RANK * PLACE.rows).to(tl.int64)
+    own = tl.where(own == 0.0, 0.0, own).to(part.dtype.element_ty)  # never EMPTY
+    box = (turn % _INBOXES * RANKS).to(tl.int64) * PLACE.rows + row
+    last = ((turn + _INBOXES - 1) % _INBOXES * RANKS).to(tl.int64) * PLACE.rows + row
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            tl.store(peers.inboxes[peer] + mine * WIDTH + cols, own, mask=mask)
-    _signal(peers.flags, mine, turn + 1, PLACE)
-    _await_all(peers.flags, box, PLACE.rows, turn + 1, peers.gate, peers.abort, PLACE)
-    tl.store(peers.turns + row, turn + 1)
+            tl.store(peers.inboxes[peer] + (box + RANK * PLACE.rows) * WIDTH + cols, own, mask=mask)
+    gate = tl.load(peers.gate)
     total = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(RANKS):
         if peer == RANK:
             total += own.to(tl.float32)
         else:
-            there = peers.inboxes[RANK] + (box + peer * PLACE.rows).to(tl.int64) * WIDTH + cols
-            # Past L1: what another device wrote is not seen there.
-            total += tl.load(there, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            inbox = peers.inboxes[RANK] + peer * PLACE.rows * WIDTH + cols
+            total += _receive(inbox + box * WIDTH, mask, gate, peers.abort).to(tl.float32)
+            tl.store(inbox + last * WIDTH, tl.full([BLOCK], -0.0, own.dtype), mask=mask)
+    tl.store(peers.turns + row, turn + 1)
     v = total.to(own.dtype)
     if residual is not None:
         # Rounded as often as by one rank: the sum, then the new residual.
@@ -185,14 +224,44 @@ def push_sum(
     of ranks, rounded to the dtype of `part`. With a `residual` [n, width] it is added to that in place, and
     with `norm`, a weight [width] and eps, the result is normed as by `rms_norm`: a new [n, width]. `keep` and
     `num_rows` as there; the ranks' `num_rows` are equal."""
-    rows, width = part.shape
+    return _launch(part, None, peers, place, residual, norm, keep, num_rows, pdl)
+
+
+def push_rows(
+    table: Tensor,
+    ids: Tensor,
+    peers: Peers,
+    place: Place,
+    *,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Rows `ids` [n] of a table of which each rank has as many rows, `table` [size, width], in the order of
+    ranks: a new [n, width]. `num_rows` as for `push_sum`."""
+    return _launch(table, ids, peers, place, None, None, None, num_rows, pdl)
+
+
+def _launch(
+    part: Tensor,
+    ids: Tensor | None,
+    peers: Peers,
+    place: Place,
+    residual: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    keep: Tensor | None,
+    num_rows: Tensor | None,
+    pdl: bool,
+) -> Tensor:
+    rows, width = len(part if ids is None else ids), part.shape[1]
+    assert peers.inboxes[0].shape[2:] == (place.rows, width), "one width: inboxes take turns by row"
     assert rows <= place.rows and part.is_contiguous()
     out = part.new_empty(rows, width)
     weight, eps = norm or (None, 0.0)
     block = pow2(width)
     _push_sum[(rows,)](
-        part, peers, residual, weight, out, keep, num_rows, None if keep is None else keep.stride(0), eps,
-        WIDTH=width, BLOCK=block, PLACE=place, **launch_options(pdl, min(max(block // 512, 1), 8)),
+        part, ids, peers, residual, weight, out, keep, num_rows, None if keep is None else keep.stride(0),
+        eps, TABLE=len(part) if ids is not None else 0, WIDTH=width, BLOCK=block, PLACE=place,
+        **launch_options(pdl, min(max(block // 512, 1), 8)),
     )  # fmt: skip
     return out
 

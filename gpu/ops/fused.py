@@ -105,6 +105,11 @@ class TritonOps:
         if view.adapters is not None:
             self._adapters = view.adapters.samples if samples else view.adapters.tokens
 
+    @property
+    def adapts(self) -> bool:
+        """Whether rows may have adapters."""
+        return self._adapters is not None
+
     def for_samples(self) -> TritonOps:
         """See `Ops.for_samples`."""
         return TritonOps(self._view, self._kernels, samples=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gpu.lora import LoraMatrix
 from gpu.ops.base import Part
 from gpu.ops.fused import TritonOps
 from gpu.ops.ranks import RankOps
@@ -21,6 +22,13 @@ class PeerOps(RankOps):
     def for_samples(self) -> PeerOps:
         """See `Ops.for_samples`."""
         return PeerOps(self._kernels.for_samples(), self._peer, self._vocab)
+
+    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
+        """See `Ops.embed`: one launch where no adapter changes the table."""
+        own = self._kernels
+        if len(table) >= self._vocab or (lora is not None and own.adapts):
+            return super().embed(table, ids, lora)
+        return self._peer.embed(table, ids, own.num_rows, own.pdl)
 
     def add_rms_norm(
         self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None

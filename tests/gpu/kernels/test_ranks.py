@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
+from gpu.kernels.ranks import INBOXES
 from gpu.peers import Exchanged, PeerGroup, PeerRank, make_peers, peer_ranks
 from gpu.thread import device_thread
 
@@ -52,6 +53,16 @@ def test_sums_are_added_to_the_residual_and_normed(
     for rows in (TOKENS, 1, 4, 4, TOKENS):
         check_sums(ranks, rows, device, dtype, tolerance)
     assert [int(each) for each in ranks[0]._sums.turns] == [5, 4, 4, 4, 2, 2]
+    for at, rank in enumerate(ranks):
+        # What was read last is there, what was read before it is empty again, of peers.
+        for row, turn in enumerate(rank._sums.turns.tolist()):
+            last, before = (rank._sums.inboxes[at][(turn - back) % INBOXES, :, row] for back in (1, 2))
+            peers = [peer for peer in range(RANKS) if peer != at]
+            assert not is_empty(last[peers]).any() and is_empty(before[peers]).all()
+
+
+def is_empty(part: Tensor) -> Tensor:
+    return (part == 0) & part.signbit()
 
 
 def check_sums(
@@ -59,6 +70,7 @@ def check_sums(
 ) -> None:
     weight = torch.randn(HIDDEN, device=device).to(dtype)
     parts = [torch.randn(TOKENS, HIDDEN, device=device).to(dtype) for _ in range(RANKS)]
+    parts[1][:, ::5] = -0.0  # what is never sent
     old = torch.randn(TOKENS, HIDDEN, device=device).to(dtype)
     residuals, keeps = [old.clone() for _ in ranks], [torch.zeros_like(old) for _ in ranks]
     live = torch.tensor([rows], dtype=torch.int32, device=device)
@@ -84,6 +96,16 @@ def test_a_sum_alone(ranks: list[PeerRank], device: torch.device, dtype: torch.d
     want = sum(part.float() for part in parts).to(dtype)
     for found in in_turn(ranks, run, [rank._sums.turns for rank in ranks]):
         assert torch.equal(found, want)
+
+
+def test_rows_of_a_divided_table(ranks: list[PeerRank], device: torch.device, dtype: torch.dtype) -> None:
+    table = torch.randn(7 * RANKS, HIDDEN, device=device).to(dtype)
+    ids = torch.tensor([0, 6, 7, 20, 13], dtype=torch.int32, device=device)
+    live = torch.tensor([4], dtype=torch.int32, device=device)
+    parts = table.view(RANKS, 7, HIDDEN)
+    run = [partial(rank.embed, part, ids, live, False) for rank, part in zip(ranks, parts, strict=True)]
+    for found in in_turn(ranks, run, [rank._sums.turns for rank in ranks]):
+        assert torch.equal(found[:4], table[ids[:4].long()])
 
 
 def test_logits_are_gathered_without_what_pads_the_vocabulary(
