@@ -128,6 +128,15 @@ def _is_empty(part: tl.tensor) -> tl.tensor:
 
 
 @jit
+def _empty_like(part: tl.tensor) -> tl.tensor:
+    """EMPTY everywhere, by its bits: a compiled -0.0 is 0.0."""
+    if part.dtype.primitive_bitwidth == 32:
+        return tl.full(part.shape, -(2**31), tl.int32).to(part.dtype, bitcast=True)
+    else:
+        return tl.full(part.shape, -(2**15), tl.int16).to(part.dtype, bitcast=True)
+
+
+@jit
 def _receive(at: tl.tensor, mask: tl.tensor, gate: tl.tensor, abort: tl.tensor) -> tl.tensor:
     """What a peer stores at the addresses `at`, when all of it is there."""
     found = tl.load(at, mask=mask, other=0.0, volatile=True)
@@ -194,7 +203,7 @@ def _push_sum(
         else:
             inbox = peers.inboxes[RANK] + peer * PLACE.rows * WIDTH + cols
             total += _receive(inbox + box * WIDTH, mask, gate, peers.abort).to(tl.float32)
-            tl.store(inbox + last * WIDTH, tl.full([BLOCK], -0.0, own.dtype), mask=mask)
+            tl.store(inbox + last * WIDTH, _empty_like(own), mask=mask)
     tl.store(peers.turns + row, turn + 1)
     v = total.to(own.dtype)
     if residual is not None:
