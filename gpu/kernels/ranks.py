@@ -120,20 +120,26 @@ def _await_all(
 
 
 @jit
+def _bits(part: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """`part` as integers, and EMPTY as one."""
+    WIDE: tl.constexpr = part.dtype.primitive_bitwidth == 32
+    INT: tl.constexpr = tl.int32 if WIDE else tl.int16
+    LEAST: tl.constexpr = -(2**31) if WIDE else -(2**15)
+    return part.to(INT, bitcast=True), tl.full(part.shape, LEAST, INT)
+
+
+@jit
 def _is_empty(part: tl.tensor) -> tl.tensor:
     """Where `part` has the bits of EMPTY."""
-    if part.dtype.primitive_bitwidth == 32:
-        return part.to(tl.int32, bitcast=True) == -(2**31)
-    return part.to(tl.int16, bitcast=True) == -(2**15)
+    found, empty = _bits(part)
+    return found == empty
 
 
 @jit
 def _empty_like(part: tl.tensor) -> tl.tensor:
     """EMPTY everywhere, by its bits: a compiled -0.0 is 0.0."""
-    if part.dtype.primitive_bitwidth == 32:
-        return tl.full(part.shape, -(2**31), tl.int32).to(part.dtype, bitcast=True)
-    else:
-        return tl.full(part.shape, -(2**15), tl.int16).to(part.dtype, bitcast=True)
+    _, empty = _bits(part)
+    return empty.to(part.dtype, bitcast=True)
 
 
 @jit
