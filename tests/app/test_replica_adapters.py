@@ -11,6 +11,7 @@ import pytest
 from app.text.tokenizer import Tokenizer
 from core.adapters import AdapterInfo, AdapterLimits
 from core.errors import RequestError
+from core.request import Request, SamplingParams
 from core.types import FinishReason, RootKey
 from tests.rigs.executor import oracle
 from tests.rigs.step_loop import PROMPT, VOCAB, Bench
@@ -134,7 +135,8 @@ async def test_pinned_ones_keep_their_place_on_all(bench: Bench, root: Path) -> 
             await bench.start(f"{info.name}{replica}", 2, root=key(info), replica=replica)
     await work(bench)
     assert all(pinned.id in executor.host for executor in bench.executors)
-    assert all(engine.places.find(pinned.id) is not None for engine in bench.engines)
+    request = Request("again", PROMPT, SamplingParams(), root=key(pinned))
+    assert all(engine.places.find(request) is not None for engine in bench.engines)
 
 
 @pytest.mark.parametrize("seed", range(5))

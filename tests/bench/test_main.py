@@ -17,12 +17,13 @@ from bench.load import server
 from bench.load.client import Target
 from bench.load.workloads import Workload
 from tests.rigs.completions_server import Fake, serving
+from tests.rigs.process import take_ctrl_c
 from tests.rigs.wait import PATIENCE
 
 
 async def start(*args: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.load", *args, stdout=PIPE, stderr=PIPE
+        sys.executable, "-m", "bench.load", *args, stdout=PIPE, stderr=PIPE, preexec_fn=take_ctrl_c
     )
 
 

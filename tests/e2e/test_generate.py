@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.chaos.tiny import ROOT, dummy_model, flags
-from tests.rigs.process import run_to_end
+from tests.rigs.process import run_to_end, take_ctrl_c
 from tests.rigs.wait import PATIENCE
 
 
@@ -96,6 +96,7 @@ def test_an_interrupted_run_resumes(model: Path, tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=take_ctrl_c,
     )
     try:
         while not output.exists() or output.read_bytes().count(b"\n") < 3:

@@ -19,6 +19,12 @@ from bench.chaos.tiny import ROOT, free_port
 from tests.rigs.wait import PATIENCE
 
 
+def take_ctrl_c() -> None:
+    """In a new process, before its program: a shell has what it runs in the background ignore SIGINT, and all
+    that this starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command until it exits, on a free port unless one is given."""
     served = arguments[:1] != ("generate",) and "--port" not in arguments
