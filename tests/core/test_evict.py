@@ -54,6 +54,15 @@ class TestOrders:
         tree.match(A, key([10]))
         assert victims(tree) == [2, 3, 1]
 
+    def test_lfu_forgets_what_was_popular_once(self) -> None:
+        tree = three(lfu)
+        for _ in range(3):
+            use(tree, [10])
+        for tokens in ([30], [20]):
+            for _ in range(40):
+                tree.match(A, key(tokens))
+        assert victims(tree) == [1, 3, 2]
+
     def test_lfu_takes_the_least_admitted_then_the_longest_unused(self) -> None:
         tree = three(lfu)
         use(tree, [10])
