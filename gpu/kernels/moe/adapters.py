@@ -1,7 +1,7 @@
 """Adapters of routed experts: the delta of each pair of a row and an expert, by the row's own adapter.
 
-    shrink_pairs    h[index] = A[place, expert] x[row]      over the tiles of `gpu.kernels.moe.route`
-    add_delta       sums    += B[place, expert] h[index]    last in a tile of the grouped GEMMs: gate and up
+    shrink_pairs      h[index] = A[place, expert] x[row]    over the tiles of `gpu.kernels.moe.route`
+    add_pair_delta    sums    += B[place, expert] h[index]  last in a tile of the grouped GEMMs: gate and up
                                                             before silu, down before the rows' weights
 
 Both take the tiles of the layer's own GEMMs, whose rows share an expert but not an adapter: a tile goes over
@@ -29,7 +29,7 @@ from gpu.lora import LoraMatrix, LoraRows
 _NONE: tl.constexpr = tl.constexpr(2**30)
 
 
-class DeltaShape(NamedTuple):
+class PairDeltaShape(NamedTuple):
     """Constants of a delta: pairs of a row, elements of B from one place to the next and from one expert to
     the next, and of `ranks` from one place to the next, the adapters' rank, that of all parts together and
     the power of two that holds it, and the parts of `h`."""
@@ -44,8 +44,8 @@ class DeltaShape(NamedTuple):
     parts: int
 
 
-class Delta(NamedTuple):
-    """What `shrink_pairs` found, for `add_delta`.
+class PairDelta(NamedTuple):
+    """What `shrink_pairs` found, for `add_pair_delta`.
 
     h       float32 [parts, T * k, all ranks]
     b       [places, experts, outputs, rank]
@@ -135,7 +135,7 @@ def shrink_pairs(
     *,
     gathered: bool,
     pdl: bool = False,
-) -> tuple[Delta, DeltaShape]:
+) -> tuple[PairDelta, PairDeltaShape]:
     """A[place, expert] x of every pair, for `grouped_gemm`.
 
     x        contiguous, in the dtype of A: with `gathered` [T, inputs], a row of each `top_k` pairs, else
@@ -171,14 +171,14 @@ def shrink_pairs(
         **launch_options(pdl, 4, 4),
     )
     apart = lora.b.stride(0), lora.b.stride(1), lora.ranks.stride(0)
-    shape = DeltaShape(top_k, *apart, lora.rank, wide, block_r, parts)
-    return Delta(h, lora.b, lora.ranks, rows.places), shape
+    shape = PairDeltaShape(top_k, *apart, lora.rank, wide, block_r, parts)
+    return PairDelta(h, lora.b, lora.ranks, rows.places), shape
 
 
 @jit
-def add_delta(
+def add_pair_delta(
     acc: tl.tensor,
-    delta: Delta,
+    delta: PairDelta,
     pairs: tl.tensor,
     index: tl.tensor,
     inside: tl.tensor,

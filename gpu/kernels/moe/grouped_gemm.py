@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
-from gpu.kernels.moe.adapters import Delta, DeltaShape, add_delta
+from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, add_pair_delta
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL, tma_gemm
 from gpu.kernels.moe.route import Tiles
@@ -120,7 +120,7 @@ def _add_scaled(
 def _add_deltas(
     acc: tl.tensor,
     up: tl.tensor,
-    delta: Delta,
+    delta: PairDelta,
     pairs: tl.tensor,
     place: tl.tensor,
     inside: tl.tensor,
@@ -135,9 +135,11 @@ def _add_deltas(
     N: tl.constexpr = SHAPE.n
     if DELTA is not None:
         swap: tl.constexpr = CONFIG.swap
-        acc = add_delta(acc, delta, pairs, place, inside, expert, cols, 0, N, places, DELTA, swap)
+        acc = add_pair_delta(acc, delta, pairs, place, inside, expert, cols, 0, N, places, DELTA, swap)
         if SHAPE.gated:
-            up = add_delta(up, delta, pairs, place, inside, expert, N + cols, 1, 2 * N, places, DELTA, swap)
+            up = add_pair_delta(
+                up, delta, pairs, place, inside, expert, N + cols, 1, 2 * N, places, DELTA, swap
+            )
     return acc, up
 
 
@@ -154,7 +156,7 @@ def _tile(
     count: tl.tensor,
     n: tl.tensor,
     places: int,
-    delta: Delta,
+    delta: PairDelta,
     BLOCK_M: tl.constexpr,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -223,7 +225,7 @@ def _grouped(
     tiles: Tiles,
     total: int,
     places: int,
-    delta: Delta,
+    delta: PairDelta,
     BLOCK_M: tl.constexpr,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -272,7 +274,7 @@ def grouped_gemm(
     scales: Scales | None = None,
     dtype: torch.dtype | None = None,
     after: TileConfig | None = None,
-    delta: tuple[Delta, DeltaShape] | None = None,
+    delta: tuple[PairDelta, PairDeltaShape] | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`gate_up` where `gated`, else `down`, for every pair.

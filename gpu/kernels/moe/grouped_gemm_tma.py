@@ -43,7 +43,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
-from gpu.kernels.moe.adapters import Delta, DeltaShape, add_delta
+from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, add_pair_delta
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.route import Tiles
 from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
@@ -63,7 +63,7 @@ def _store(
     index: tl.tensor,
     n: tl.tensor,
     places: int,
-    delta: Delta,
+    delta: PairDelta,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
     DELTA: tl.constexpr,
@@ -75,7 +75,7 @@ def _store(
         part = c // BLOCK_N
         there = n + c % BLOCK_N < SHAPE.n
         own = tl.where(there, part * SHAPE.n + n + c % BLOCK_N, 2 * SHAPE.n)
-        acc = add_delta(
+        acc = add_pair_delta(
             acc, delta, pairs, index, inside, expert, own, part, 2 * SHAPE.n, places, DELTA, False
         )
     if SHAPE.gated:
@@ -149,7 +149,7 @@ def _tile(
     count: tl.tensor,
     n: tl.tensor,
     places: int,
-    delta: Delta,
+    delta: PairDelta,
     ROWS: tl.constexpr,
     MORE: tl.constexpr,
     SHAPE: tl.constexpr,
@@ -194,7 +194,7 @@ def _grouped_tma(
     tiles: Tiles,
     total: int,
     places: int,
-    delta: Delta,
+    delta: PairDelta,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
     DELTA: tl.constexpr,
@@ -237,7 +237,7 @@ def tma_gemm(
     config: TileConfig,
     *,
     after: int,
-    delta: tuple[Delta, DeltaShape] | None,
+    delta: tuple[PairDelta, PairDeltaShape] | None,
     pdl: bool,
 ) -> None:
     """As `gpu.kernels.moe.grouped_gemm`, into `out`, with `tiles` cut with TALL rows. Rows of `w`, and for
