@@ -33,6 +33,7 @@ from core.config import (
     SpeculativeConfig,
     check_speculation,
 )
+from core.env import prepare_cpu_threads
 from core.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -97,6 +98,7 @@ def check_temporary_folder() -> None:
 def _serve(argv: Sequence[str]) -> int:
     config = parse(argv)
     check_temporary_folder()
+    prepare_cpu_threads(config.model.threads)
     with _importing():
         from app.server import run  # deferred: imports torch
 
@@ -106,6 +108,7 @@ def _serve(argv: Sequence[str]) -> int:
 def _generate(argv: Sequence[str]) -> int:
     config, flags = parse_generate(argv)
     check_temporary_folder()
+    prepare_cpu_threads(config.model.threads)
     with _importing():
         from app.generate import run  # deferred: the same
 

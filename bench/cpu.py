@@ -1,6 +1,11 @@
 """SmolLM2 on the CPU: Loom over HTTP against `transformers` generate, and TTFT with a cached prefix.
 
-    python -m bench.cpu
+    python -m bench.cpu            alone, into bench/results/cpu.json
+    python -m bench.cpu --loaded   beside busy processes, into bench/results/cpu-loaded.json
+
+`--loaded`: one stream, alone and beside one busy process and one for each core, with the server's threads as
+they are by default, with those that spin as long as the OpenMP library has them by itself (300,000 looks),
+and with threads that do not spin (`OMP_WAIT_POLICY=PASSIVE`).
 
 Both run fp32, prompts of random token ids and the same number of greedy tokens, one after the other on the
 same cores. Bias: `transformers` has random weights of the same shapes, which cost the same; it runs without
@@ -10,14 +15,17 @@ other, so its throughput is that of a single stream.
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,13 +40,62 @@ from core.config import ModelConfig
 
 PORT = 8765
 PROMPT, OUTPUT = 64, 128
+SHORT = 48
+"""Tokens of an answer beside busy processes."""
 ROUNDS = 3
+ONE = {"concurrency": 1, "requests": 1}
 PREFIX, SUFFIX = 2000, 16
+WAITS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "default": {},
+        "300,000 looks": {"GOMP_SPINCOUNT": "300000"},
+        "no spinning": {"OMP_WAIT_POLICY": "PASSIVE"},
+    }
+)
+"""How a server's threads wait for work, by environment variables."""
 IDS = {"vocab_low": 1000, "vocab_high": 40_000}
 
 
 def main() -> None:
-    """Measure and write bench/results/cpu.json."""
+    """Measure and write results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--loaded", action="store_true", help="beside busy processes")
+    if parser.parse_args().loaded:
+        write("cpu-loaded", {"model": "SmolLM2-135M-Instruct, fp32", "tok_s": _loaded()})
+    else:
+        _alone()
+
+
+def _loaded() -> dict[str, dict[str, float]]:
+    """Tokens per second of one stream, median, by how threads wait and what runs beside it."""
+    found: dict[str, dict[str, float]] = {}
+    for name, variables in WAITS.items():
+        found[name] = {}
+        with _server(variables):
+            _load("warm", output_len=SHORT, **ONE)
+            for busy in (0, 1, os.cpu_count() or 1):
+                with _busy(busy):
+                    rates = [_rate(_load("single", output_len=SHORT, **ONE)) for _ in range(ROUNDS)]
+                found[name][f"{busy} busy"] = round(statistics.median(rates), 1)
+                print(name, found[name], flush=True)
+    return found
+
+
+@contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """So many processes that compute all the time."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def _alone() -> None:
     peer = statistics.median(_transformers())
     with _server():
         single = [_rate(_load("single", concurrency=1, requests=1)) for _ in range(ROUNDS)]
@@ -92,8 +149,9 @@ for round in range({ROUNDS} + 1):
 
 
 @contextmanager
-def _server() -> Iterator[None]:
-    server = subprocess.Popen([sys.executable, "-m", "app", "--port", str(PORT), "--log-level", "error"])
+def _server(variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    command = [sys.executable, "-m", "app", "--port", str(PORT), "--log-level", "error"]
+    server = subprocess.Popen(command, env={**os.environ, **variables})
     try:
         while True:
             assert server.poll() is None, "the server did not start"

@@ -58,6 +58,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "cpu", "cuda"],
         "auto: a supported GPU if there is one, else the CPU",
     ] = "auto"
+    threads: Annotated[
+        int,
+        "CPU threads of products; 0: as many as there are CPUs for this process, by its affinity and its "
+        "cgroup's quota",
+        Meta(ge=0, le=1024),
+    ] = 0
     attention_backend: Annotated[
         str,
         "attention backend on a GPU: NAME, or prefill=NAME,decode=NAME; empty: the fastest "

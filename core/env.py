@@ -27,10 +27,40 @@ def read(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+SPINS = 10_000
+"""Looks of an OpenMP thread at whether there is work, before it sleeps; the library's own number is 300,000,
+which takes the cores from others and from the thread that is waited for. See `bench.cpu --loaded`."""
+
+
+def prepare_cpu_threads(threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+    """How products on a CPU run: by so many `threads`, 0: one for each CPU that this process may use, less
+    where its cgroup has a quota of CPU time. Call before torch is imported. Variables that are set stay."""
+    usable, quota = len(os.sched_getaffinity(0)), cpu_quota(cgroup)
+    if threads:
+        os.environ.pop("OMP_NUM_THREADS", None)
+    if threads or quota < usable:
+        _default("OMP_NUM_THREADS", str(threads or max(int(quota), 1)))
+    if "OMP_WAIT_POLICY" not in os.environ:
+        _default("GOMP_SPINCOUNT", str(SPINS))
+
+
+def cpu_quota(cgroup: Path) -> float:
+    """CPUs whose time a cgroup of version 2 may use; infinite without a limit."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        return float("inf")
+
+
 def load_cuda_modules_eagerly() -> None:
-    """Have CUDA load its code at the start, unless the variable says otherwise: a GPU that waits for another
-    keeps a module from being loaded. Call before CUDA is used."""
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    """Have CUDA load its code at the start: a GPU that waits for another keeps a module from being loaded.
+    Call before CUDA is used. A variable that is set stays."""
+    _default("CUDA_MODULE_LOADING", "EAGER")
+
+
+def _default(name: str, value: str) -> None:
+    os.environ.setdefault(name, value)
 
 
 def cache_dir() -> Path:

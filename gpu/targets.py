@@ -35,6 +35,8 @@ def choose_targets(
         check_gpus(parallel)
         facts = cuda_facts(parallel.gpu(replica))
     devices = [choose_device(model.device, facts, parallel.gpu(replica, rank)) for rank in range(parallel.tp)]
+    if devices[0].type == "cpu":
+        torch.set_num_threads(model.threads or THREADS)
     if model.device == "auto" and facts.reason:
         log.info("on the CPU: %s", facts.reason)
     name: str = model.dtype
@@ -57,7 +59,7 @@ def choose_ranks(
         return None, [None]
     device, dtype, _ = targets[0]
     if device.type == "cpu":
-        torch.set_num_threads(max(THREADS // len(targets), 1))
+        torch.set_num_threads(max(torch.get_num_threads() // len(targets), 1))
         return make_ranks(len(targets))
     from gpu.peers import Exchanged, make_peers  # Triton, which a CPU may not have
 

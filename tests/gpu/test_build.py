@@ -19,6 +19,7 @@ from gpu.build import Beside, build_executor, check_pages, choose_fp8, spec_of
 from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
 from gpu.parts import Target
+from gpu.targets import choose_ranks, choose_targets
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.runner import GREEDY
@@ -42,6 +43,20 @@ def test_capabilities_say_what_was_built(path: Path) -> None:
     assert (caps.dtype, caps.weight_dtype, caps.kv_dtype) == ("float32",) * 3
     assert build(path, CacheConfig(kv_tokens=64)).capabilities.context_length == 64
     assert build(path, context_length=100).capabilities.context_length == 100
+
+
+@pytest.mark.parametrize(("tp", "threads"), [(1, 6), (2, 3), (4, 1)])
+def test_ranks_share_the_threads_that_are_asked_for(path: Path, tp: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        for _ in range(2):  # as for two replicas
+            targets = choose_targets(
+                spec_of(path), ModelConfig(device="cpu", threads=6), ParallelConfig(tp=tp), 0
+            )
+            choose_ranks(targets, spec_of(path), 8, 64, None)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_it_answers_through_its_threads(path: Path) -> None:
