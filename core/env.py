@@ -35,7 +35,9 @@ which takes the cores from others and from the thread that is waited for. See `b
 def prepare_cpu_threads(threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
     """How products on a CPU run: by so many `threads`, 0: one for each CPU that this process may use, less
     where its cgroup has a quota of CPU time. Call before torch is imported. Variables that are set stay."""
-    usable, quota = len(os.sched_getaffinity(0)), cpu_quota(cgroup)
+    quota = cpu_quota(cgroup)
+    # Not every system has affinities.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads:
         os.environ.pop("OMP_NUM_THREADS", None)
     if threads or quota < usable:

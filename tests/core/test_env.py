@@ -46,6 +46,14 @@ def test_no_cgroup_is_no_quota(tmp_path: Path) -> None:
     assert found() == [None, None, str(SPINS)]
 
 
+def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    (tmp_path / "cpu.max").write_text("300000 100000")
+    prepare_cpu_threads(0, tmp_path)
+    assert found()[0] == "3"
+
+
 def test_the_flag_goes_before_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("200000 100000")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
