@@ -28,13 +28,14 @@ def read(name: str) -> str | None:
 
 
 SPINS = 10_000
-"""Looks of an OpenMP thread at whether there is work, before it sleeps; the library's own number is 300,000,
-which takes the cores from others and from the thread that is waited for. See `bench.cpu --loaded`."""
+"""Times that an idle OpenMP thread polls for work before it sleeps. libgomp's default of 300,000 takes CPU
+time from other processes and from the thread that is waited for. Measured by `bench.cpu --loaded`."""
 
 
 def prepare_cpu_threads(threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
-    """How products on a CPU run: by so many `threads`, 0: one for each CPU that this process may use, less
-    where its cgroup has a quota of CPU time. Call before torch is imported. Variables that are set stay."""
+    """Set the OpenMP variables that torch reads when it is imported. `threads` 0: one thread per CPU of the
+    process's affinity, at most the CPU quota of its cgroup. Keeps variables that the operator has set; only a
+    `threads` other than 0 overrides OMP_NUM_THREADS."""
     quota = cpu_quota(cgroup)
     # Not every system has affinities.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

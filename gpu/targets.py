@@ -52,9 +52,10 @@ def choose_targets(
 def choose_ranks(
     targets: Sequence[Target], spec: ModelSpec, rows: int, tokens: int, draft: Draft | None
 ) -> tuple[RankGroup | None, Sequence[Rank | None]]:
-    """The ranks on `targets` and how they meet, for steps of so many rows and tokens of the whole model's
-    `spec`. On GPUs it allocates what they exchange. Raises `ConfigError` for GPUs that do not reach each
-    other."""
+    """The group through which ranks synchronise, and a rank for each target; (None, [None]) for one target.
+
+    `spec` is the whole model's; `rows` and `tokens` are the maximum of a step. On GPUs this allocates the
+    buffers of the collectives. Raises `ConfigError` for GPUs without peer access."""
     if len(targets) == 1:
         return None, [None]
     device, dtype, _ = targets[0]

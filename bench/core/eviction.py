@@ -2,8 +2,8 @@
 
     python -m bench.core.eviction [--trace FILE ...] [--tokens 65536 131072]
 
-Requests come one after another, as they arrived, to the cache of a server with a pool of so many tokens; each
-is computed whole before the next. FILE is a trace with hash ids of prompts (Mooncake's format). `chats` is
+Plays the requests through the server's cache in the order of arrival, one at a time, with a KV pool of
+--tokens tokens. FILE is a trace with hash ids of prompts (Mooncake's format). `chats` is
 made up: conversations of several turns, of users who think in between, under a few system prompts. Printed
 is the share of prompt tokens that each `--eviction` finds in the cache, and beside it
 

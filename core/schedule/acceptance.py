@@ -22,8 +22,8 @@ READINESS: Final = 1 / 8
 
 
 class Verified(NamedTuple):
-    """Of a step that verified at most `drafts` drafts of `able` rows: by row how many were taken and drafted,
-    and of trees their paths, a bit for each node."""
+    """Result of a step that could verify up to `drafts` drafts of `able` rows: accepted (`taken`) and drafted
+    tokens by row. `paths` of trees: by row, a bit for each accepted node."""
 
     drafts: int
     able: int

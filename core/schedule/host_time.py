@@ -11,10 +11,10 @@ MOST: Final = 4.0
 FELT: Final = 0.1
 """Share of the device's seconds from which on the host counts."""
 LOOK: Final = 4
-"""Plain steps with which drafting begins, and of a look at what these take while it goes on: of the first one
-the host still has a step with drafts to answer."""
+"""Plain steps in a row: before drafting begins, and each time their host time is measured again while
+drafting is on. The first is not counted: the host is still busy with the result of a drafting step."""
 BETWEEN: Final = 128
-"""Steps with drafts between two looks."""
+"""Drafting steps between two such measurements."""
 
 
 class HostTime:

@@ -10,7 +10,8 @@ from gpu.kernels.jit import begin, jit, launch_options, padding, pow2
 
 
 @jit
-def _normed(v: tl.tensor, w: tl.tensor, eps: float, WIDTH: tl.constexpr) -> tl.tensor:
+def normed(v: tl.tensor, w: tl.tensor, eps: float, WIDTH: tl.constexpr) -> tl.tensor:
+    """float32 RMSNorm of a row `v`, with zeros behind WIDTH, by its float32 weights `w`."""
     f = v.to(tl.float32)
     return f * tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps) * w
 
@@ -44,7 +45,7 @@ def _rms_norm(
         tl.store(at, v, mask=mask)
     if keep is not None:
         tl.store(keep + row.to(tl.int64) * keep_stride + cols, v, mask=mask)
-    tl.store(out + row * WIDTH + cols, _normed(v, w, eps, WIDTH).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * WIDTH + cols, normed(v, w, eps, WIDTH).to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(
@@ -98,12 +99,12 @@ def _embed_beside(
         v = tl.load(table + tl.load(ids + row).to(tl.int64) * WIDTH + cols, mask=mask, other=0.0)
         if table_weight is not None:
             w = tl.load(table_weight + cols, mask=mask, other=0.0).to(tl.float32)
-            v = _normed(v, w, eps, WIDTH).to(v.dtype)
+            v = normed(v, w, eps, WIDTH).to(v.dtype)
     else:
         v = tl.load(hidden + row * WIDTH + cols, mask=mask, other=0.0)
         if hidden_weight is not None:
             w = tl.load(hidden_weight + cols, mask=mask, other=0.0).to(tl.float32)
-            v = _normed(v, w, eps, WIDTH).to(v.dtype)
+            v = normed(v, w, eps, WIDTH).to(v.dtype)
     tl.store(out + (row * 2 + half) * WIDTH + cols, v, mask=mask)
 
 

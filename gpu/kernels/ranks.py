@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
+from gpu.kernels.norm import normed
 
 COLUMNS = 4096
 """Columns of a program of `push_gather`."""
@@ -44,7 +45,7 @@ POLLS: tl.constexpr = tl.constexpr(1024)
 
 
 class Peers(NamedTuple):
-    """What one rank reaches, by rank, and what is its own.
+    """The buffers of `push_sum`: those of all ranks, in the order of ranks, and this rank's own state.
 
     inboxes  [INBOXES, ranks, rows, width] of each rank: parts of sums; EMPTY at first
     turns    int32 [rows], this rank's: exchanges so far
@@ -59,11 +60,11 @@ class Peers(NamedTuple):
 
 
 class GatherPeers(NamedTuple):
-    """The same of `push_gather`.
+    """The buffers of `push_gather`; `turns`, `gate` and `abort` as in `Peers`.
 
     outs   [rows, columns of all ranks] of each rank
-    flags  int32 [2, ranks, rows * blocks]: whether a rank may be written to, whether what it waits for is
-           there
+    flags  int32 [2, ranks, rows * blocks] of each rank: number of the last exchange for which a peer's buffer
+           may be written (0), and for which its columns have arrived (1)
     """
 
     outs: tuple[Tensor, ...]
@@ -83,7 +84,7 @@ class Place(NamedTuple):
 
 @jit
 def _signal(flags: tl.tensor, at: tl.tensor, turn: tl.tensor, PLACE: tl.constexpr) -> None:
-    """All that this program stored is there for a peer that finds `turn` at its flag `at`."""
+    """Set flag `at` of every peer to `turn`, after all stores of this program are visible to them."""
     RANK: tl.constexpr = PLACE.rank
     RANKS: tl.constexpr = PLACE.ranks
     tl.debug_barrier()  # the stores of all threads, before one of them sets the flag
@@ -219,8 +220,7 @@ def _push_sum(
     if keep is not None:
         tl.store(keep + row.to(tl.int64) * keep_stride + cols, v, mask=mask)
     if weight is not None:
-        f = v.to(tl.float32)
-        v = (f * tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps) * w).to(own.dtype)
+        v = normed(v, w, eps, WIDTH).to(own.dtype)
     tl.store(out + at, v, mask=mask)
 
 

@@ -1,4 +1,4 @@
-"""Several GPUs, each with a part of the model, say what a CPU says, and stop together."""
+"""Tensor parallelism on GPUs: text equals a CPU's, ranks sample the same tokens, one failure stops all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -46,9 +47,13 @@ NAMES = ["a", "", "b", "c", "a", "b"]
 
 
 def executor(
-    path: Path, device: str, dtype: str = "float32", graphs: bool = True, beside: Beside = NOTHING_BESIDE
+    path: Path,
+    device: Literal["cpu", "cuda"],
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    graphs: bool = True,
+    beside: Beside = NOTHING_BESIDE,
 ) -> LocalExecutor:
-    model = ModelConfig(model=str(path), device=device, dtype=dtype)  # type: ignore[arg-type]
+    model = ModelConfig(model=str(path), device=device, dtype=dtype)
     cache = CacheConfig(page_size=16, kv_tokens=8192)
     schedule = msgspec.structs.replace(SCHEDULE, cuda_graphs=graphs)
     if device == "cuda":
@@ -87,7 +92,7 @@ def test_texts_are_those_of_a_cpu(name: str, beside: str, tmp_path: Path) -> Non
 
 
 def test_ranks_agree_whatever_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In steps of all sizes, with prompts and without, in bfloat16; their tokens are compared in each."""
+    """Random batches in bfloat16, with and without prefill; both ranks' tokens are compared every step."""
     monkeypatch.setattr("gpu.executor.COMPARED", 1)
     made = executor(tiny_model.build("qwen3", tmp_path).path, "cuda", "bfloat16")
     driver, rng, done = Driver(made, SCHEDULE), random.Random(0), 0

@@ -1,4 +1,4 @@
-"""The weighted sum over a row's experts, with the next norm or alone."""
+"""Sums the outputs of each row's experts, optionally fused with residual add and RMSNorm."""
 
 from __future__ import annotations
 

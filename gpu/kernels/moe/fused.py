@@ -38,7 +38,8 @@ def fused_moe(
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """The weighted sum of each row's best experts' gated MLPs, mostly added to the residual and normed.
+    """Run the top-k experts of each row and sum their outputs by router weight. With `after` the sum is added
+    to the residual and normed in the same kernel.
 
     x         [T, hidden], contiguous
     logits    [T, experts], contiguous: the router's

@@ -47,7 +47,7 @@ CAPABILITIES = Capabilities(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Of two layers, because the interpreter is slow; `test_ops` compares what layers compute."""
+    """Models with two layers: the interpreter is slow, and `test_ops` covers the layers themselves."""
     return tiny_model.build("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
 
 
