@@ -9,12 +9,8 @@ import numpy as np
 from core.executor import Capabilities
 from core.plan import StepResult
 from core.schedule.acceptance import Acceptance, Verified
-from core.schedule.host_time import HostTime
+from core.schedule.step_times import StepTimes
 
-EXCESS: Final = 1 / 16
-"""Weight of a step's seconds beyond the measured ones."""
-MOST_EXCESS: Final = 4.0
-"""Times the measured seconds: more is an accident, not attention."""
 ALLOWANCE: Final = 0.004
 """Share of the time that drafting may lose, to learn whether it pays."""
 FIRST_CREDIT: Final = 2.0
@@ -67,10 +63,8 @@ class DraftBudget:
     are accepted they pay for the next try at once, and soon the estimate turns drafting on. So drafting never
     loses more than that share, what was in the account when acceptance fell, and the steps then in flight.
 
-    Attention's reads of KV are not in measured costs. A row reads its KV once, with drafts or without, so
-    they are alike for both: the seconds by which steps exceed the measured ones, averaged.
-
-    What drafts take the host longer is part of their price where the device waits for the host (`HostTime`).
+    What steps take beyond measured costs, such as attention's reads of KV or the host, is averaged for those
+    with drafts and for those without (`StepTimes`): the difference is part of what drafts cost.
 
     Without measured costs as many drafts are verified as there may be.
 
@@ -86,9 +80,7 @@ class DraftBudget:
         self._account = FIRST_CREDIT
         self._prompts = 0
         """Prompt tokens of the last step."""
-        self._excess = 0.0
-        """Seconds of a step beyond the measured ones."""
-        self._host = HostTime()
+        self._times = StepTimes()
         self._cap = MOST_CREDIT
         self.acceptance = Acceptance(most)
         self._verified: list[Verified] = []
@@ -124,7 +116,7 @@ class DraftBudget:
 
     def _affords(self, price: float) -> bool:
         """Whether a step may have drafts: those that were proposed are paid for."""
-        return not self._host.due and self._account >= (0.0 if self._proposed else price)
+        return not self._times.due and self._account >= (0.0 if self._proposed else price)
 
     def _switch(self, gain: float, price: float) -> bool:
         """Whether drafting is on, now that it is expected to bring `gain`. Where it ends one try is left."""
@@ -161,7 +153,7 @@ class DraftBudget:
         # Padding is free: the best fill a graph, or have all drafts of a position, or are the most there are.
         tries = np.concatenate([self._sizes[low:high] - first, ready.astype(np.int64).clip(1, most), [most]])
         made = np.interp(tries, np.append(0.0, ready), np.append(0.0, tokens))
-        fixed = self._draft[rows] + self._host.more
+        fixed = self._draft[rows] + self._times.more
         added = (self._verify[first + tries] - self._verify[first] + fixed) / plain
         gains = (1.0 + made / rows) / (1.0 + added)
         if prompts:
@@ -171,21 +163,21 @@ class DraftBudget:
 
     def _plain(self, rows: int) -> float:
         """Seconds of a step of `rows` rows without drafts."""
-        return float(self._verify[rows]) + self._excess + self._host.plain
+        return float(self._verify[rows]) + self._times.plain
 
     def _price(self, grant: Grant, rows: int, prompts: int) -> float:
         """What drafts cost beside `rows` rows and `prompts` prompt tokens, in plain steps."""
         first = min(rows + prompts, len(self._verify) - 1 - grant.drafts)
         more = float(self._verify[first + grant.drafts] - self._verify[first])
         more += float(self._draft[rows]) * grant.proposes
-        return max(more + self._host.more * bool(grant.drafts), 0.0) / self._plain(rows)
+        return max(more + self._times.more * bool(grant.drafts), 0.0) / self._plain(rows)
 
     def spend(self, grant: Grant, rows: int, prompts: int) -> None:
         """A step of `rows` rows and `prompts` prompt tokens was planned with `grant`."""
         self._proposed, self._prompts = grant.proposes, prompts
         if self._costs is None or not rows:
             return
-        self._host.planned(grant.drafts > 0)
+        self._times.planned(grant.drafts > 0)
         price = self._price(grant, rows, prompts)
         self._cap = max(MOST_CREDIT, STEPS_OF_CREDIT * price)
         self._account = min(self._account + ALLOWANCE, self._cap) - price
@@ -193,14 +185,14 @@ class DraftBudget:
     def learn(self, grant: Grant, rows: int, prompts: int, result: StepResult, busy_at: float = 0.0) -> None:
         """The result of a step that was planned so; it came at `busy_at`, while the next step was in flight.
         0: none was."""
-        period = self._host.period(busy_at)
+        period = self._times.period(busy_at)
         if self._costs is None or not rows:
             return
-        if result.seconds and not prompts:
+        if prompts:
+            self._times.interrupted()
+        elif result.seconds:
             known = float(self._verify[rows + grant.drafts] + self._draft[rows] * grant.proposes)
-            beyond = min(max(result.seconds - known, 0.0), MOST_EXCESS * known)
-            self._excess += (beyond - self._excess) * EXCESS
-            self._host.learn(grant.drafts > 0, period, result.seconds)
+            self._times.learn(grant.drafts > 0, rows, known, period, result.seconds)
         if grant.drafts and result.counts is not None and result.drafted is not None:
             taken = result.counts[:rows] - 1
             paths = None if result.paths is None else result.paths[:rows]

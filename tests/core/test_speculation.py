@@ -57,20 +57,21 @@ class Load(NamedTuple):
 
 class Simulation:
     """The step loop over a device that has no model but takes its time: a step's padded tokens, what its
-    drafter takes, and `reads` seconds that no table knows. The host takes at least `host` seconds for a step,
-    without drafts and with."""
+    drafter takes, and `reads` seconds that no table knows, without drafts and with. The host takes at least
+    `host` seconds for a step, likewise; `bursts`: it hears of two steps at once."""
 
     def __init__(
         self,
         load: Load,
         costs: StepCosts,
         capabilities: Capabilities,
-        reads: float = 0.0,
+        reads: tuple[float, float] = (0.0, 0.0),
         seed: int = 0,
         host: tuple[float, float] = (0.0, 0.0),
+        bursts: bool = False,
     ) -> None:
         self.now, self.made = 0.0, 0
-        self._host = host
+        self._host, self._bursts, self._held = host, bursts, 0.0
         self.lengths: dict[int, int] = {}
         self.limits: dict[int, int] = {}
         self.plans: list[StepPlan] = []
@@ -92,7 +93,7 @@ class Simulation:
             if len(self.plans) % 50 == 0:
                 self.scheduler.check_integrity()
         self.scheduler.check_integrity()
-        return self.now
+        return self.now + self._held
 
     def _step(self, plan: StepPlan) -> StepResult:
         before = self.plans[plan.step - 1] if plan.step else None
@@ -119,10 +120,12 @@ class Simulation:
         ends = sum(chunk.samples for chunk in plan.chunks)
         counts = np.append(counts, np.ones(ends)).astype(np.int32)
         self.made += int(counts.sum())
-        seconds = self._seconds(self._costs.verify, plan.num_tokens) + self._reads
+        seconds = self._seconds(self._costs.verify, plan.num_tokens) + self._reads[plan.drafts > 0]
         if plan.proposes:
             seconds += self._seconds(self._costs.draft, len(counts))
-        self.now += max(seconds, self._host[plan.drafts > 0])
+        self._held += max(seconds, self._host[plan.drafts > 0])
+        if plan.step % 2 or not self._bursts:
+            self.now, self._held = self.now + self._held, 0.0
         drafted = np.array(given + [0] * ends, np.int32) if self._most else None
         tokens = np.ones(counts.sum(), np.int32)
         return StepResult(plan.step, tokens, counts=counts, drafted=drafted, seconds=seconds)
@@ -139,10 +142,11 @@ def simulated(
     drafts: int = MOST,
     *,
     adaptive: bool = True,
-    reads: float = 0.0,
+    reads: tuple[float, float] = (0.0, 0.0),
     depth: int = 1,
     slots: int = 256,
     host: tuple[float, float] = (0.0, 0.0),
+    bursts: bool = False,
 ) -> Simulation:
     """With at most `drafts` a row, always or as the costs tell. `slots` requests run at once."""
     pages = -(-(load.tokens + 8) // 16) + 1
@@ -152,7 +156,7 @@ def simulated(
         vocab_size=10, max_step_tokens=2048, max_drafts=drafts, max_samples=1024,
         costs=costs if adaptive else None,
     )  # fmt: skip
-    simulation = Simulation(load, costs, capabilities, reads, load.rows, host)
+    simulation = Simulation(load, costs, capabilities, reads, load.rows, host, bursts)
     params = [SamplingParams(max_tokens=load.tokens - load.spread * at) for at in range(32)]
     prompts = [np.array([1 + at // 9, 1 + at % 9, *range(6)], np.int32) for at in range(load.rows)]
     simulation.run([Request(f"r{at}", prompt, params[at % 32]) for at, prompt in enumerate(prompts)], depth)
@@ -229,7 +233,7 @@ def test_time_that_no_table_knows_counts_for_both(rows: int) -> None:
     """Attention over long prompts: a step takes twice as long, and drafts cost half as much of it."""
     load = Load(rows, tokens(rows), GOOD)
     plain, fixed, adaptive = (
-        simulated(load, DENSE, drafts, adaptive=adapts, reads=0.01)
+        simulated(load, DENSE, drafts, adaptive=adapts, reads=(0.01, 0.01))
         for drafts, adapts in ((0, False), (MOST, False), (MOST, True))
     )
     assert adaptive.now <= 1.02 * fixed.now < plain.now
@@ -238,19 +242,31 @@ def test_time_that_no_table_knows_counts_for_both(rows: int) -> None:
     assert most[0] < most[1]
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+def test_drafts_that_take_longer_than_was_measured(rows: int) -> None:
+    """A mixture's texts wake more experts than the tokens that were measured: each try of drafts that are
+    all rejected takes a fifth of a step longer."""
+    load = Load(rows, tokens(rows), BAD)
+    plain, adaptive = (simulated(load, EXPERTS, drafts, reads=(0.0, 1.5e-3)) for drafts in (0, MOST))
+    assert plain.now / adaptive.now >= 0.99
+
+
+@pytest.mark.parametrize("bursts", [False, True], ids=["each", "bursts"])
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("host", [(1e-3, 1e-3), (1e-3, 1.5e-3)], ids=["alike", "longer"])
 @pytest.mark.parametrize("length", [1.0, 1.3, 3.0])
-def test_what_the_host_takes_counts(rows: int, host: tuple[float, float], length: float) -> None:
+def test_what_the_host_takes_counts(
+    rows: int, host: tuple[float, float], length: float, bursts: bool
+) -> None:
     """A small model's step takes the device half a millisecond and the host twice as long, or three times
     where there are drafts: of 1.3 tokens these pay by what the device takes, and not by what passes."""
     load = Load(rows, 500, chances(length))
     small = StepCosts(table({1: 0.5, 1024: 1.5}), table({1: 0.02, 256: 0.1}))
-    plain, adaptive = (simulated(load, small, drafts, host=host) for drafts in (0, MOST))
+    plain, adaptive = (simulated(load, small, drafts, host=host, bursts=bursts) for drafts in (0, MOST))
     gain = plain.now / adaptive.now
     assert gain >= 0.97
     if length * host[0] / host[1] > 1.2:
-        assert gain > 0.8 * length * host[0] / host[1]
+        assert gain > 0.78 * length * host[0] / host[1]
 
 
 def test_rows_without_drafts_are_not_paid_for() -> None:
