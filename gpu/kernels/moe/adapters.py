@@ -7,7 +7,8 @@
 Both take the tiles of the layer's own GEMMs, whose rows share an expert but not an adapter: a tile goes over
 the adapters that its rows have, each with the other rows masked. So no pair is sorted anew, A and B of an
 expert are read once a tile by whom it takes, and the delta makes no trip to memory. Rows of a prompt stand
-side by side, and so do their pairs of an expert: nearly all tiles of a large step have one adapter.
+side by side, and so do their pairs of an expert: nearly all tiles of a large step have one adapter. The GEMM
+behind `shrink_pairs` begins beside it (`gpu.kernels.moe.tile_dependency`).
 
 `index` is a pair's in the sorted list of `Tiles`.
 """
@@ -21,9 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.gemm.skinny import PROCESSORS
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2, pow2_divisor
+from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options, pow2, pow2_divisor
 from gpu.kernels.lora.dense import split_inputs
 from gpu.kernels.moe.route import Tiles
+from gpu.kernels.moe.tile_dependency import finish, take_tile, wait_for
 from gpu.lora import LoraMatrix, LoraRows
 
 _NONE: tl.constexpr = tl.constexpr(2**30)
@@ -91,13 +93,15 @@ def _shrink_pairs(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    begin(PDL)
-    tile, part = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(tiles.blocks + tile)
-    start = tl.load(tiles.blocks + total + tile)
-    height = tl.load(tiles.blocks + 2 * total + tile)
+    part = tl.program_id(0) % PARTS
+    expert, start, height, done, seen = take_tile(
+        tiles.blocks, total, tl.program_id(0) // PARTS, AFTER, AFTER > 0, PDL
+    )
+    if AFTER > 0 and height > 0:
+        wait_for(done, seen, AFTER, False)
     r = tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_K)
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -116,13 +120,16 @@ def _shrink_pairs(
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             for k in range(steps * part // PARTS * BLOCK_K, steps * (part + 1) // PARTS * BLOCK_K, BLOCK_K):
                 there = (k + d < K)[None, :]
-                some = tl.load(x_at + k, mask=mine[:, None] & there, other=0.0)
+                # Past L1: with AFTER `gate_up` has just written it.
+                some = tl.load(x_at + k, mask=mine[:, None] & there, other=0.0, cache_modifier=".cg")
                 at = a_at + k + r[:, None] * K + d[None, :]
                 weights = tl.load(at, mask=(r < R)[:, None] & there, other=0.0)
                 acc = tl.dot(some, tl.trans(weights), acc, input_precision="ieee")
             at = h + (part * count + index).to(tl.int64)[:, None] * R + r[None, :]
             tl.store(at, acc, mask=mine[:, None] & (r < R)[None, :])
             current = tl.min(tl.where(adapter > current, adapter, _NONE), 0)
+    if AFTER > 0:
+        finish(PDL)
 
 
 def shrink_pairs(
@@ -134,6 +141,7 @@ def shrink_pairs(
     top_k: int,
     *,
     gathered: bool,
+    after: int = 0,
     pdl: bool = False,
 ) -> tuple[PairDelta, PairDeltaShape]:
     """A[place, expert] x of every pair, for `grouped_gemm`.
@@ -142,13 +150,14 @@ def shrink_pairs(
              [T * top_k, inputs] in the order of `tiles`
     rows     of the T rows; those without a place are not computed
     block_m  what `tiles` was cut with
+    after    programs of the `gate_up` launched right before that a tile waits for; 0: for all of it
     """
     count, size, total = len(tiles.pairs), x.shape[1], tiles.blocks.shape[1]
     wide, block_k = lora.a.shape[-2], 128
     block_r = max(pow2(wide), 16)
     parts = split_inputs(2 * PROCESSORS // total, cdiv(size, block_k))
     h = x.new_empty(parts, count, wide, dtype=torch.float32)
-    _shrink_pairs[(total, parts)](
+    _shrink_pairs[(total * parts,)](
         x,
         lora.a,
         lora.ranks,
@@ -168,6 +177,7 @@ def shrink_pairs(
         PARTS=parts,
         BLOCK_M=min(pow2_divisor(block_m), 64),
         BLOCK_K=block_k if block_r <= 64 else block_k // 2,
+        AFTER=after,
         **launch_options(pdl, 4, 4),
     )
     apart = lora.b.stride(0), lora.b.stride(1), lora.ranks.stride(0)
@@ -176,12 +186,21 @@ def shrink_pairs(
 
 
 @jit
+def adapters_of(
+    delta: PairDelta, pairs: tl.tensor, index: tl.tensor, inside: tl.tensor, DELTA: tl.constexpr
+) -> tl.tensor:
+    """Of the pairs at `index` that are `inside`, for `add_pair_delta`. All is older than `shrink_pairs`:
+    loaded in front of a product's loop, it is there behind it."""
+    row = tl.load(pairs + index, mask=inside, other=0) // DELTA.top_k
+    return _adapters(delta.places, delta.ranks, row, inside, DELTA.rank_by_place)
+
+
+@jit
 def add_pair_delta(
     acc: tl.tensor,
     delta: PairDelta,
-    pairs: tl.tensor,
+    adapter: tl.tensor,
     index: tl.tensor,
-    inside: tl.tensor,
     expert: tl.tensor,
     cols: tl.tensor,
     part: tl.tensor,
@@ -190,13 +209,11 @@ def add_pair_delta(
     DELTA: tl.constexpr,
     SWAP: tl.constexpr,
 ) -> tl.tensor:
-    """`acc` [rows, cols], with SWAP [cols, rows], and the delta of the pairs at `index` that are `inside`.
+    """`acc` [rows, cols], with SWAP [cols, rows], and the delta of the pairs at `index`, by their `adapter`.
     `cols` are outputs, all of part `part` of them (gate 0, up 1) or each of one of a vector; those from
     `last` on have no weights. `count` is how many pairs `h` has room for."""
     R: tl.constexpr = DELTA.rank
     BLOCK_R: tl.constexpr = DELTA.block_r
-    row = tl.load(pairs + index, mask=inside, other=0) // DELTA.top_k
-    adapter = _adapters(delta.places, delta.ranks, row, inside, DELTA.rank_by_place)
     r = tl.arange(0, BLOCK_R)
     i = tl.arange(0, DELTA.parts)[:, None, None]
     h_at = delta.h + (i * count + index[None, :, None]).to(tl.int64) * DELTA.wide + r[None, None, :]

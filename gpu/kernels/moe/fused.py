@@ -5,7 +5,7 @@ up to 128 rows      choose, sort, gate_up, down, moe_sum                5
 above               route, scatter, gate_up, down, moe_sum              5
 
 FP8 weights multiply rows that are quantised first, 2 launches more; `few_rows_moe` widens them instead, since
-reading them is its time. Adapters are a launch more before each GEMM, and few rows take these GEMMs too.
+reading them is its time. Adapters are a launch more in front of each GEMM, and few rows take these GEMMs too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from core.models.quant import BLOCK
 from gpu.experts import Experts
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.kernels.moe.adapters import shrink_pairs
+from gpu.kernels.jit import cdiv
+from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, shrink_pairs
 from gpu.kernels.moe.combine import moe_sum
 from gpu.kernels.moe.few_rows import few_rows_moe
-from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.grouped_gemm import grouped_gemm
 from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfig
@@ -62,25 +62,33 @@ def fused_moe(
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     tall, up, low = config.block_m, config.up, config.down
 
-    def product(rows: Tensor, at: int, ahead: TileConfig | None = None) -> Tensor:
-        """The layer's first or second GEMM of `rows`, with the deltas of its adapters."""
+    def delta(rows: Tensor, at: int, after: int) -> tuple[PairDelta, PairDeltaShape] | None:
+        """Of the adapters for the layer's first or second GEMM of `rows`."""
+        if adapters is None or (own := lora[at]) is None:
+            return None
+        return shrink_pairs(rows, own, adapters, tiles, tall, top_k, gathered=at == 0, after=after, pdl=pdl)
+
+    def product(rows: Tensor, at: int) -> tuple[Tensor, tuple[PairDelta, PairDeltaShape] | None]:
+        """The layer's first or second GEMM of `rows`, and the deltas that it adds."""
         gated = at == 0
         w, cut = ((w13, up), (w2, low))[at]
-        delta, own = None, lora[at]
-        if adapters is not None and own is not None:
-            delta = shrink_pairs(rows, own, adapters, tiles, tall, top_k, gathered=gated, pdl=pdl)
-            ahead = None  # another kernel runs in between
         if scales is None:
-            return grouped_gemm(rows, w, tiles, tall, cut, gated=gated, after=ahead, delta=delta, pdl=pdl)
+            after = 0 if gated else cdiv(w.shape[2], up.block_n)
+            more = delta(rows, at, after)
+            made = grouped_gemm(rows, w, tiles, tall, cut, gated=gated, after=after, delta=more, pdl=pdl)
+            return made, more
         group = BLOCK if scales[at].dim() == w.dim() else 0
         # Places are sorted: those of true rows come first, top_k of each.
         per = 1 if gated else top_k
         numbers, by_row = quantise_rows(rows, group=group, per=per, num_rows=num_rows, pdl=pdl)
-        by = by_row, scales[at]
-        return grouped_gemm(
-            numbers, w, tiles, tall, cut, gated=gated, scales=by, dtype=x.dtype, delta=delta, pdl=pdl
+        by, more = (by_row, scales[at]), delta(rows, at, 0)
+        made = grouped_gemm(
+            numbers, w, tiles, tall, cut, gated=gated, scales=by, dtype=x.dtype, delta=more, pdl=pdl
         )
+        return made, more
 
-    hidden = product(x, 0)
-    parts = product(hidden, 1, ahead=up)
+    # Held: the second delta is computed while programs of the first GEMM still read theirs.
+    hidden, held = product(x, 0)
+    parts, _ = product(hidden, 1)
+    del held
     return moe_sum(parts, routing, x.dtype, after, keep=keep, num_rows=num_rows, pdl=pdl)

@@ -33,8 +33,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
-from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
-from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, add_pair_delta
+from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options, wait
+from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, adapters_of, add_pair_delta
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL, tma_gemm
 from gpu.kernels.moe.route import Tiles
@@ -121,25 +121,24 @@ def _add_deltas(
     acc: tl.tensor,
     up: tl.tensor,
     delta: PairDelta,
-    pairs: tl.tensor,
+    adapter: tl.tensor,
     place: tl.tensor,
-    inside: tl.tensor,
     expert: tl.tensor,
     cols: tl.tensor,
     places: int,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
     DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both sums with the deltas of their adapters, if there are any (DELTA)."""
+    """Both sums with the deltas of their adapters, if there are any (DELTA), once they are known."""
     N: tl.constexpr = SHAPE.n
     if DELTA is not None:
         swap: tl.constexpr = CONFIG.swap
-        acc = add_pair_delta(acc, delta, pairs, place, inside, expert, cols, 0, N, places, DELTA, swap)
+        wait(PDL)
+        acc = add_pair_delta(acc, delta, adapter, place, expert, cols, 0, N, places, DELTA, swap)
         if SHAPE.gated:
-            up = add_pair_delta(
-                up, delta, pairs, place, inside, expert, N + cols, 1, 2 * N, places, DELTA, swap
-            )
+            up = add_pair_delta(up, delta, adapter, place, expert, N + cols, 1, 2 * N, places, DELTA, swap)
     return acc, up
 
 
@@ -161,6 +160,7 @@ def _tile(
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
     DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     N: tl.constexpr = SHAPE.n
     K: tl.constexpr = SHAPE.k
@@ -171,6 +171,7 @@ def _tile(
     # Rows behind `count` are computed on other rows and dropped: cheaper than masking.
     place = tl.minimum(first + m, places - 1)
     row = tl.load(pairs + place, mask=inside, other=0) // SHAPE.top_k if SHAPE.gated else place
+    adapter = row if DELTA is None else adapters_of(delta, pairs, place, inside, DELTA)
     d = tl.arange(0, BLOCK_K)
     a_at = a + row.to(tl.int64)[:, None] * K + d[None, :]
     w_row = expert * (2 * N if SHAPE.gated else N)
@@ -202,7 +203,7 @@ def _tile(
         if SHAPE.gated:
             up = _scaled(up, by_row, w_scales + w_row + N, n, SHAPE, CONFIG)
     cols = n + tl.arange(0, BLOCK_N)
-    acc, up = _add_deltas(acc, up, delta, pairs, place, inside, expert, cols, places, SHAPE, CONFIG, DELTA)
+    acc, up = _add_deltas(acc, up, delta, adapter, place, expert, cols, places, SHAPE, CONFIG, DELTA, PDL)
     if SHAPE.gated:
         acc = acc * tl.sigmoid(acc) * up
         target = place
@@ -238,9 +239,10 @@ def _grouped(
     tiles_n: tl.constexpr = (SHAPE.n + CONFIG.block_n - 1) // CONFIG.block_n
     block = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * CONFIG.block_n
-    expert, first, count, done, seen = take_tile(tiles.blocks, total, block, AFTER, PDL)
+    early: tl.constexpr = AFTER > 0 or DELTA is not None
+    expert, first, count, done, seen = take_tile(tiles.blocks, total, block, AFTER, early, PDL)
     if count == 0:
-        if AFTER > 0:
+        if early:
             finish(PDL)
         return
     pairs = tiles.pairs
@@ -250,16 +252,16 @@ def _grouped(
     if CONFIG.half and count <= half:
         _tile(
             a, w, out, a_scales, w_scales, pairs, expert, first, count, n, places, delta,
-            half, SHAPE, CONFIG, DELTA,
+            half, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     else:
         _tile(
             a, w, out, a_scales, w_scales, pairs, expert, first, count, n, places, delta,
-            BLOCK_M, SHAPE, CONFIG, DELTA,
+            BLOCK_M, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     if SHAPE.gated:
         signal(done)
-    if AFTER > 0:
+    if early:
         finish(PDL)
 
 
@@ -273,7 +275,7 @@ def grouped_gemm(
     gated: bool = False,
     scales: Scales | None = None,
     dtype: torch.dtype | None = None,
-    after: TileConfig | None = None,
+    after: int = 0,
     delta: tuple[PairDelta, PairDeltaShape] | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -284,21 +286,20 @@ def grouped_gemm(
     block_m  what `tiles` was cut with
     scales   of a and w, where they are e4m3
     dtype    of the result, None for a's
-    after    the config of the `gate_up` that `down` is launched right behind: a tile then waits for its own
-             rows alone (`gpu.kernels.moe.tile_dependency`)
-    delta    of the rows' adapters, from `shrink_pairs`: added before silu
+    after    of `down`, launched right behind `gate_up` or its own `shrink_pairs`: how many programs of that a
+             tile waits for, those of its own rows (`gpu.kernels.moe.tile_dependency`); 0: for all kernels
+    delta    of the rows' adapters, from the `shrink_pairs` launched right before: added before silu
     returns  [T * k, width] in the order of `tiles`, or [T * k, hidden] in pair order (row * k + j). Places
              behind the last pair, and rows of pairs that went nowhere, are not written
     """
     n, k = w.shape[1] // 2 if gated else w.shape[1], w.shape[2]
     out = a.new_empty(len(tiles.pairs), n, dtype=dtype or a.dtype)
-    parts = cdiv(k, after.block_n) if after is not None else 0
     a_scales, w_scales = scales if scales is not None else (None, None)
     by_block = w_scales is not None and w_scales.dim() == w.dim()
     shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block)
     if block_m == TALL:
         assert scales is None, "rows in e4m3 have lower tiles"
-        tma_gemm(a, w, out, tiles, shape, config, after=parts, delta=delta, pdl=pdl)
+        tma_gemm(a, w, out, tiles, shape, config, after=after, delta=delta, pdl=pdl)
         return out
     if by_block:  # a tile lies within blocks, and a step over K in one
         assert config.block_k == BLOCK and BLOCK % config.block_n == 0 and not (n % BLOCK or k % BLOCK)
@@ -321,7 +322,7 @@ def grouped_gemm(
         SHAPE=shape,
         CONFIG=config,
         DELTA=delta_shape,
-        AFTER=parts,
+        AFTER=after,
         **launch_options(pdl, config.warps, config.stages),
     )
     return out

@@ -42,8 +42,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
-from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, add_pair_delta
+from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options, wait
+from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, adapters_of, add_pair_delta
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.route import Tiles
 from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
@@ -67,6 +67,7 @@ def _store(
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
     DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     BLOCK_N: tl.constexpr = CONFIG.block_n
     if DELTA is not None:
@@ -75,9 +76,10 @@ def _store(
         part = c // BLOCK_N
         there = n + c % BLOCK_N < SHAPE.n
         own = tl.where(there, part * SHAPE.n + n + c % BLOCK_N, 2 * SHAPE.n)
-        acc = add_pair_delta(
-            acc, delta, pairs, index, inside, expert, own, part, 2 * SHAPE.n, places, DELTA, False
-        )
+        # Not in front of the loop, where no register is left.
+        adapter = adapters_of(delta, pairs, index, inside, DELTA)
+        wait(PDL)
+        acc = add_pair_delta(acc, delta, adapter, index, expert, own, part, 2 * SHAPE.n, places, DELTA, False)
     if SHAPE.gated:
         # A thread has gate and up of a row in its registers: nothing moves.
         rows: tl.constexpr = acc.shape[0]
@@ -155,6 +157,7 @@ def _tile(
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
     DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """ROWS rows, and with MORE 64 behind them, by block_n outputs."""
     width: tl.constexpr = 2 * CONFIG.block_n if SHAPE.gated else CONFIG.block_n
@@ -176,12 +179,12 @@ def _tile(
         if MORE:
             acc_low = tl.dot(x_low, weights, acc_low, input_precision="ieee")
     index = first + tl.arange(0, ROWS)
-    _store(acc, out, target, inside, pairs, expert, index, n, places, delta, SHAPE, CONFIG, DELTA)
+    _store(acc, out, target, inside, pairs, expert, index, n, places, delta, SHAPE, CONFIG, DELTA, PDL)
     if MORE:
         index_low = first + ROWS + tl.arange(0, 64)
         _store(
             acc_low, out, target_low, inside_low, pairs, expert, index_low, n, places, delta,
-            SHAPE, CONFIG, DELTA,
+            SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
 
 
@@ -204,27 +207,28 @@ def _grouped_tma(
     tiles_n: tl.constexpr = (SHAPE.n + CONFIG.block_n - 1) // CONFIG.block_n
     block = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * CONFIG.block_n
-    expert, first, count, done, seen = take_tile(tiles.blocks, total, block, AFTER, PDL)
+    early: tl.constexpr = AFTER > 0 or DELTA is not None
+    expert, first, count, done, seen = take_tile(tiles.blocks, total, block, AFTER, early, PDL)
     if AFTER > 0 and count > 0:  # a tile without rows waits for nothing
         wait_for(done, seen, AFTER, PDL)
     if count > 128:
         _tile(
             a, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
-            128, True, SHAPE, CONFIG, DELTA,
+            128, True, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     elif count > 64:
         _tile(
             a, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
-            128, False, SHAPE, CONFIG, DELTA,
+            128, False, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     elif count > 0:
         _tile(
             a_low, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
-            64, False, SHAPE, CONFIG, DELTA,
+            64, False, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     if SHAPE.gated and count > 0:
         signal(done)
-    if AFTER > 0:
+    if early:
         finish(PDL)
 
 
@@ -242,7 +246,7 @@ def tma_gemm(
 ) -> None:
     """As `gpu.kernels.moe.grouped_gemm`, into `out`, with `tiles` cut with TALL rows. Rows of `w`, and for
     `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each. `after` is how many programs of
-    `gate_up` a tile of `down` waits for; 0: for the kernels before.
+    `gate_up` a tile of `down` waits for; 0: for all kernels before.
     """
     n, k, block_n, block_k = shape.n, shape.k, config.block_n, config.block_k
     total = tiles.blocks.shape[1]

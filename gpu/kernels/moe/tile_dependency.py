@@ -7,6 +7,14 @@ the first wrote, these count themselves on a counter, and it waits for those alo
     first     begin ... store, signal(counter)
     second    launch_dependents ... wait_for(counter, how many) ... load ... finish
 
+With adapters four kernels follow each other. A GEMM begins beside the `shrink_pairs` in front of it, and
+waits for that behind its loop:
+
+    shrink    begin ... store
+    gate_up   launch_dependents ... load ... wait, add the delta, store, signal(counter) ... finish
+    shrink    launch_dependents ... wait_for(counter, how many) ... load ... store ... finish
+    down      launch_dependents ... wait_for(counter, how many) ... load ... wait, add the delta ... finish
+
 On an H200 the routed experts of a layer, E 128, N 768, hidden 2,048, 8 of 128, from logits to sum, took in us
 
     rows                8      16      32     256   1,024   2,048   4,096
@@ -57,12 +65,18 @@ def wait_for(counter: tl.tensor, seen: tl.tensor, least: tl.constexpr, TMA: tl.c
 
 @jit
 def take_tile(
-    blocks: tl.tensor, total: int, block: tl.tensor, AFTER: tl.constexpr, PDL: tl.constexpr
+    blocks: tl.tensor,
+    total: int,
+    block: tl.tensor,
+    AFTER: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """First line of either grouped GEMM: the expert, the first place and the rows of tile `block` of `total`
-    in the table of `Tiles`, its counter, and what that counted. AFTER is how many programs a tile of the
-    second kernel waits for, 0 in the first."""
-    if AFTER > 0:
+    """First line of a kernel: the expert, the first place and the rows of tile `block` of `total` in the
+    table of `Tiles`, its counter, and what that counted. AFTER is how many programs of `gate_up` a tile waits
+    for, 0: none. EARLY, as all that wait for some are: what a program reads first is older than the kernel
+    in front, so that it begins beside that; it ends with `finish`."""
+    if EARLY:
         launch_dependents(PDL)
     else:
         begin(PDL)
@@ -78,7 +92,7 @@ def take_tile(
 
 @jit
 def finish(PDL: tl.constexpr) -> None:
-    """Last line: the second kernel has ended only when the first has. The next kernel waits for the
-    second alone, and may write over what the first one's programs without work have still to read."""
+    """Last line of a kernel that began early: it has ended only when the one in front has. The next kernel
+    waits for this one alone, and may write over what programs of that one have still to read."""
     if PDL and tl.program_id(0) + 1 == tl.num_programs(0):
         gdc_wait()

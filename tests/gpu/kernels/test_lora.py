@@ -16,8 +16,8 @@ from gpu.kernels.silu_mul import silu_mul
 from gpu.lora import LoraMatrix, LoraRows
 
 TWIN = TorchLora()
-FEW = LoraConfig(16, 32, 4, 32)
-MANY = LoraConfig(32, 64, 1, 64)
+FEW = LoraConfig(16, 32, 4, 16, 32)
+MANY = LoraConfig(32, 64, 1, 16, 64)
 
 
 class Case(NamedTuple):
