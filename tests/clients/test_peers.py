@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 
 from bench.chaos.tiny import free_port
+from tests.rigs.forked import Forked
 from tests.rigs.process import serving
 from tests.rigs.wait import PATIENCE
 
@@ -106,7 +107,7 @@ def fetch(url: str, body: object = None, key: str = "none") -> bytes:
         return bytes(answer.read())
 
 
-def wait(url: str, alive: subprocess.Popen[str]) -> None:
+def wait(url: str, alive: subprocess.Popen[bytes] | subprocess.Popen[str] | Forked) -> None:
     """Wait until `url` answers."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:

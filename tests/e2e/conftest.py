@@ -14,6 +14,5 @@ from tests.rigs.process import Process, serving
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A server of the dummy model with the default settings. Nobody changes them, kills it, or counts what it
     has done so far."""
-    # Without info logs: nobody reads the server's stderr, and a full pipe would block it.
-    with serving(*flags(dummy_model(tmp_path_factory.mktemp("shared"))), "--log-level", "warning") as process:
+    with serving(*flags(dummy_model(tmp_path_factory.mktemp("shared")))) as process:
         yield process

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.chaos.tiny import ROOT, dummy_model, flags
-from tests.rigs.process import run_to_end, take_ctrl_c
+from bench.chaos.tiny import dummy_model, flags
+from tests.rigs.process import Ended, begin, run_to_end
 from tests.rigs.wait import PATIENCE
 
 
@@ -23,9 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dummy_model(tmp_path_factory.mktemp("dummy"))
 
 
-def generate(
-    model: Path, source: Path, output: Path, *more: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def generate(model: Path, source: Path, output: Path, *more: str) -> tuple[Ended, dict[str, Any]]:
     """Run `generate`. Returns the process, and the records of the output by custom_id."""
     ended = run_to_end("generate", "--input", str(source), "--output", str(output), *flags(model), *more)
     return ended, records(output)
@@ -90,24 +85,19 @@ def test_an_interrupted_run_resumes(model: Path, tmp_path: Path) -> None:
     lines = [batch_line(f"l{i}", prompt=f"{i}", max_tokens=40, ignore_eos=True) for i in range(30)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["generate", "--input", str(source), "--output", str(output), *flags(model)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app", *command, "--concurrency", "1"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=take_ctrl_c,
-    )
+    log = tmp_path / "log"
+    process = begin(*command, "--concurrency", "1", log=log, own=True)
     try:
         while not output.exists() or output.read_bytes().count(b"\n") < 3:
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=PATIENCE)
+        code = process.wait(PATIENCE)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130, errors
+    errors = log.read_text()
+    assert code == 130, errors
     assert "Traceback" not in errors
     first = output.read_bytes()
     assert 3 <= first.count(b"\n") < 30

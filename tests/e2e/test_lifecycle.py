@@ -52,7 +52,7 @@ async def wait_for(session: aiohttp.ClientSession, server: Process, name: str, v
     ],
 )
 def test_wrong_arguments_are_one_line_of_error_and_exit_status_2(arguments: list[str], words: str) -> None:
-    ended = run_to_end(*arguments, "--offline")
+    ended = run_to_end(*arguments, "--offline", own=True)
     assert ended.returncode == 2
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("loom: error:")
@@ -86,7 +86,7 @@ def test_the_error_of_an_unsupported_checkpoint_has_the_reason(tmp_path: Path) -
 async def test_requests_a_disconnecting_client_and_a_drain(
     model: Path, session: aiohttp.ClientSession
 ) -> None:
-    with serving(*flags(model), "--drain-timeout", "60") as server:
+    with serving(*flags(model), "--drain-timeout", "60", own=True) as server:
         before = await server.ready(session)
         assert all(body["status"] == "starting" for body in before)
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
