@@ -19,6 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,24 +38,28 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start(module: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """`python -m module` as a process that writes to `log`."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdout=output, stderr=subprocess.STDOUT
+        )
+
+
 class Server:
     """`python -m app` as a process, or another `module` that takes its flags."""
 
     def __init__(self, flags: list[str], log: Path, module: str = "app") -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._begun = time.perf_counter()
-        self._log = log.open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, "--port", str(port), *flags],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
+        self._log = log
+        self._process = start(module, ["--port", str(port), *flags], log)
 
     def wait_ready(self, timeout: float) -> float:
         """Seconds from start until `/health` is ok. Raises `RuntimeError` if the server ends before."""
         while time.perf_counter() - self._begun < timeout:
             if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self._process.returncode}: see {self._log.name}")
+                raise RuntimeError(f"the server ended with {self._process.returncode}: see {self._log}")
             try:
                 with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
                     if answer.status == 200:
@@ -62,7 +67,7 @@ class Server:
             except (urllib.error.URLError, OSError):
                 pass  # not listening yet, or starting
             time.sleep(0.05)
-        raise RuntimeError(f"not ready after {timeout:.0f} s: see {self._log.name}")
+        raise RuntimeError(f"not ready after {timeout:.0f} s: see {self._log}")
 
     def first_token(self) -> float:
         """Seconds from start to the first token of a request."""
@@ -85,7 +90,6 @@ class Server:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._log.close()
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""`python -m app` in forks of one process that has imported it: a start that imports torch and the rest again
-takes 2 s of CPU time, and the tests start three dozen."""
+"""`python -m app`, and other modules that serve, in forks of one process that has imported it: a start that
+imports torch and the rest again takes 2.9 s of CPU time, and the tests start four dozen."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,19 +13,19 @@ from pathlib import Path
 
 from bench.chaos.tiny import ROOT
 
-# Its parent process runs one thread, imports, and computes nothing: a fork has no threads, thus no locks that
-# other threads hold and no OpenMP threads that it would wait for.
+# Their parent process has one thread, imports, and computes nothing: no lock is held by a thread that a fork
+# lacks, and OpenMP has no threads yet that it would wait for.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.rigs.preloaded"])
 
 
 class Forked:
-    """A running command, as a `subprocess.Popen`."""
+    """A running `python -m module`, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, *arguments: str, stderr: Path) -> None:
-        self.args = arguments
+    def __init__(self, module: str, *arguments: str, stderr: Path, stdout: Path | None = None) -> None:
+        self.args = module, *arguments
         self._process = _FORKS.Process(
-            target=_command, args=(arguments, dict(os.environ), stderr), daemon=True
+            target=_run, args=(self.args, dict(os.environ), stdout, stderr), daemon=True
         )
         self._process.start()
 
@@ -34,14 +35,23 @@ class Forked:
         assert self._process.pid is not None
         return self._process.pid
 
-    def poll(self) -> int | None:
+    @property
+    def returncode(self) -> int | None:
         """The exit code, None while it runs."""
         return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The same."""
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has exited."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it at once."""
@@ -55,15 +65,16 @@ class Forked:
         return code
 
 
-def _command(arguments: tuple[str, ...], environment: dict[str, str], stderr: Path) -> None:
-    """What `python -m app` does, in this environment, with its standard error in a file."""
+def _run(command: tuple[str, ...], environment: dict[str, str], stdout: Path | None, stderr: Path) -> None:
+    """What `python -m` does with the command, in this environment, with its output in these files."""
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS="1")
     os.chdir(ROOT)
-    with stderr.open("ab") as log:
-        os.dup2(log.fileno(), sys.stderr.fileno())
+    for number, path in ((1, stdout), (2, stderr)):
+        if path is not None:
+            with path.open("ab") as file:
+                os.dup2(file.fileno(), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [str(ROOT / "app/__main__.py"), *arguments]
-    from app.cli import main
-
-    main()
+    module, *arguments = command
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -32,7 +32,7 @@ def begin(*arguments: str, log: Path, own: bool = False) -> subprocess.Popen[byt
     """Start a command whose standard error goes to the end of a file. `own`: in an interpreter of its own,
     which takes 2 s of CPU time more and also tests `app/__main__.py` and the order of imports."""
     if not own:
-        return Forked(*arguments, stderr=log)
+        return Forked("app", *arguments, stderr=log)
     with log.open("ab") as stderr:
         return subprocess.Popen(
             [sys.executable, "-m", "app", *arguments],
