@@ -13,18 +13,21 @@ from triton.runtime import interpreter
 
 def speed_up() -> None:
     """Patch the interpreter. Nothing that it computes changes, only how often it computes the same again."""
-    _patch_once_a_launch()
+    _patch_once()
+    _call_directly()
     _remember_types()
+    _unwrap_what_is_wrapped()
+    _broadcast_what_differs()
     # The checks of overflows are computed, but only asserted with `debug`: a third of the kernel tests' time.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
-def _patch_once_a_launch() -> None:
-    """Patch `triton.language` only at the start of a launch.
+def _patch_once() -> None:
+    """Patch `triton.language` for good.
 
-    The interpreter patches it again at every call of a function within a kernel, although the launch has
-    patched it already: this took a third of the time of the kernel tests.
+    The interpreter patches it at every launch, and again at every call of a function within a kernel, and
+    restores it each time: this took more than a third of the time of the kernel tests.
     """
     original = interpreter._patch_lang
     patched: set[ModuleType] = set()
@@ -35,20 +38,30 @@ def _patch_once_a_launch() -> None:
         if modules is None:
             modules = {each for each in fn.__globals__.values() if each is tl or each is tl.core}
             used[fn.__module__] = modules
-        if modules <= patched:
-            return interpreter._LangPatchScope()
-        patched.update(modules)
-        scope = original(fn)
-        restore = scope.restore
-
-        def restored() -> None:
-            patched.clear()
-            restore()
-
-        scope.restore = restored
-        return scope
+        if not modules <= patched:
+            patched.update(modules)
+            original(fn)
+        return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch
+
+
+def _call_directly() -> None:
+    """A patched function of `triton.language` calls one that checks that it has what the patch gives it."""
+    checks = tl.core.builtin(lambda: None).__code__
+
+    def patch(
+        owner: object, name: str, member: Any, builder: object, scope: interpreter._LangPatchScope
+    ) -> None:
+        function = member.__wrapped__ if member.__code__ is checks else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _remember_types() -> None:
@@ -75,6 +88,17 @@ def _remember_types() -> None:
 
     tl.block_type.__init__ = init_block
 
+    like = tl.block_type.with_element_ty
+    alike: dict[tuple[str, str], tl.block_type] = {}
+
+    def with_element_ty(self: tl.block_type, scalar_ty: tl.dtype) -> tl.block_type:
+        key = self.name, scalar_ty.name
+        if key not in alike:
+            alike[key] = like(self, scalar_ty)
+        return alike[key]
+
+    tl.block_type.with_element_ty = with_element_ty
+
     make_tensor: Callable[[tl.tensor, Any, tl.dtype], None] = tl.tensor.__init__
     tensors: dict[str, dict[str, Any]] = {}
 
@@ -92,3 +116,45 @@ def _remember_types() -> None:
         return self.values == other if isinstance(other, list) else equal(self, other)
 
     tl.tuple.__eq__ = equal_sizes
+
+    equal_types: Callable[[tl.dtype, object], bool] = tl.dtype.__eq__
+    tl.dtype.__eq__ = lambda self, other: self is other or equal_types(self, other)
+
+    semantic = interpreter.TritonSemantic
+    make_computation = semantic.computation_type_impl
+    computations: dict[tuple[str, bool, str, bool, bool], tl.dtype] = {}
+
+    def computation_type(
+        self: Any, a: tl.dtype, a_is_scalar: bool, b: tl.dtype, b_is_scalar: bool, div_or_mod: bool
+    ) -> tl.dtype:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        if key not in computations:
+            computations[key] = make_computation(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return computations[key]
+
+    semantic.computation_type_impl = computation_type
+
+
+def _unwrap_what_is_wrapped() -> None:
+    """Every operand is compared with four types, one after another, of what may wrap a number."""
+    unwrap = tl.core._unwrap_if_constexpr
+    bare = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)}
+    tl.core._unwrap_if_constexpr = lambda each: each if type(each) in bare else unwrap(each)
+
+
+def _broadcast_what_differs() -> None:
+    """Most operands have one shape: `triton.language` compares their sizes one by one, in slow numbers."""
+    semantic = interpreter.TritonSemantic
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_different(self: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        if _sizes(lhs) == _sizes(rhs):
+            return lhs, rhs
+        pair: tuple[tl.tensor, tl.tensor] = broadcast(self, lhs, rhs)
+        return pair
+
+    semantic.broadcast_impl_value = broadcast_different
+
+
+def _sizes(tensor: tl.tensor) -> Any:
+    return tensor.type.shape.values if tensor.type.is_block() else None
