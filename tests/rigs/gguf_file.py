@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -54,7 +54,7 @@ def apart(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor
             yield name + ".weight" if name.endswith("experts.down_proj") else name, tensor
 
 
-def write(path: Path, arch: str, reference: PreTrainedModel, quantise: bool = False) -> Path:
+def write(path: Path, arch: str, reference: transformers.PreTrainedModel, quantise: bool = False) -> Path:
     """`reference`, a transformers model, as a GGUF file."""
     config = reference.config
     writer = gguf.GGUFWriter(str(path), arch)
