@@ -122,7 +122,8 @@ def wait(url: str, alive: subprocess.Popen[bytes] | subprocess.Popen[str] | Fork
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving("--control-routes", "--log-level", "warning") as server:
+    # On a GPU, if there is one, and CUDA may not work in a fork.
+    with serving("--control-routes", "--log-level", "warning", own=True) as server:
         wait(f"{server.url}/health", server.process)
         yield server.url
 

@@ -57,7 +57,8 @@ async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], lis
 )
 async def test_a_step_that_fails(tmp_path: Path, device: str, parallel: tuple[str, ...]) -> None:
     more = ["--device", device, *parallel, "--logit-processor", "fault=tests.rigs.processors:fault"]
-    with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
+    # CUDA may have been asked for its devices in the process of a fork, and works in no fork then.
+    with serving(*flags(dummy_model(tmp_path / "model")), *more, own=device == "cuda") as server:
         other, breaking, delay = await failing(server)
         assert server.wait() != 0
         log = server.log()
