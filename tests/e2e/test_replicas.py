@@ -18,6 +18,8 @@ from tests.rigs.process import Process, read_events, run_to_end, serving
 from tests.rigs.wait import PATIENCE
 
 LONG = {"prompt": "x" * 50, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+WHOLE = {**LONG, "max_tokens": 600}
+"""To its end, which takes 2 ms a token. It must still run when the server drains."""
 PROMPTS = [f"{number} sheep " * (number + 1) for number in range(8)]
 DP = ("--dp", "2", "--load-balance-method", "round_robin", "--control-routes")
 
@@ -90,7 +92,7 @@ async def test_two_replicas_answer_as_one_does_and_drain(
         # After SIGTERM running requests of both finish.
         running: list[Any] = []
         for _ in range(2):
-            running.append(await session.post(f"{server.url}/v1/completions", json=LONG))
+            running.append(await session.post(f"{server.url}/v1/completions", json=WHOLE))
             await running[-1].content.readany()
         assert await by_replica(session, server, "loom_requests_running") == [1, 1]
         server.signal(signal.SIGTERM)
