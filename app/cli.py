@@ -35,6 +35,7 @@ from core.config import (
 )
 from core.env import prepare_cpu_threads
 from core.errors import ConfigError
+from core.nodes import check_nodes, of_torchrun
 
 T = TypeVar("T", bound=msgspec.Struct)
 Groups = tuple[tuple[str, type[msgspec.Struct]], ...]
@@ -100,7 +101,10 @@ def _serve(argv: Sequence[str]) -> int:
     check_temporary_folder()
     prepare_cpu_threads(config.model.threads)
     with _importing():
-        from app.server import run  # deferred: imports torch
+        if config.parallel.node_rank:
+            from app.node import run  # deferred: imports torch
+        else:
+            from app.server import run  # deferred: the same
 
     return run(config)
 
@@ -142,15 +146,17 @@ def parse_generate(argv: Sequence[str]) -> tuple[Config, GenerateFlags]:
 
 def _settings(parser: Parser, given: Mapping[str, Any]) -> Config:
     config = msgspec.convert({name: _filled(parser, given, group) for name, group in GROUPS}, Config)
-    if config.cache.page_size & (config.cache.page_size - 1):
-        parser.error(f"argument --page-size: must be a power of two, got {config.cache.page_size}")
-    if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
-        parser.error(f"argument --step-tokens: must be 0 or at least {LEAST_STEP}, got {tokens}")
     try:
+        config = msgspec.structs.replace(config, parallel=of_torchrun(config.parallel))
+        check_nodes(config.parallel)
         check_speculation(config.speculative)
         adapters_at_start(config.lora)
     except ConfigError as error:
         parser.error(str(error))
+    if config.cache.page_size & (config.cache.page_size - 1):
+        parser.error(f"argument --page-size: must be a power of two, got {config.cache.page_size}")
+    if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
+        parser.error(f"argument --step-tokens: must be 0 or at least {LEAST_STEP}, got {tokens}")
     return config
 
 

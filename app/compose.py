@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from torch import __version__ as torch_version
 
 from app.checkpoint.checkpoint import ADAPTER, Checkpoint, resolve, resolve_adapter, resolve_draft
 from app.engine.adapters import Adapters
@@ -24,10 +25,11 @@ from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.helper.process import HelperProcess
 from app.parsers.registry import reasoning_family, tool_family
+from app.process import VERSION
 from app.service import SERVED, Loaded, ModelCard
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
-from core.adapters import AdapterInfo, adapter_limits, adapters_at_start
+from core.adapters import AdapterInfo, AdapterLimits, adapter_limits, adapters_at_start
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import Config, ModelConfig, resolve_algorithm
@@ -37,14 +39,21 @@ from core.executor import Capabilities, Executor
 from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
 from gpu.build import Beside, Drafting, build_executor, pooling_of
+from gpu.device import cuda_facts
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler, Refused
+from gpu.nodes.follow import Follower
+from gpu.nodes.join import join
 from gpu.weights import config_from_gguf
 
 log = logging.getLogger(__name__)
 
 MASK_THREADS = 8
 """That fill masks at once: 64 rows of Qwen3's vocabulary take 0.9 ms on one."""
+
+SHARED = ("model", "cache", "schedule", "speculative", "lora", "parallel")
+"""Groups of settings that are equal on all nodes, but for `OWN`."""
+OWN = ("node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step", "threads")
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""
@@ -80,18 +89,19 @@ class Live(msgspec.Struct, frozen=True):
 def load(config: Config, progress: Progress) -> Live:
     """Fetch, read and place the model, and make an engine over it, which `live.start()` starts.
     Raises `ConfigError`; may run for minutes in any thread."""
-    checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
-    spec = read_spec(checkpoint.config, pooling_of(checkpoint.path))
+    if node := config.parallel.node_rank:
+        raise ConfigError(f"--node-rank {node} only runs ranks for node 0: start it with 'python -m app'.")
+    checkpoint, spec = _checkpoint(config, progress)
     progress("tokenizer", 0.0)
     tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
     template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)
     adapters = _adapters_at_start(config, progress)
-    limits = adapter_limits(config.lora, [read_object(Path(a.path) / ADAPTER) or {} for a in adapters])
+    limits = _limits(config, adapters)
     helper = HelperProcess()
     generates = spec.task == "generate"
     grammars = _grammars(tokenizer, spec.vocab_size, helper) if generates else None
-    drafting = _drafting(config, progress)
-    executors = _executors(config, spec, checkpoint.path, Beside(drafting, limits, config.parallel), progress)
+    beside = Beside(_drafting(config, progress), limits, config.parallel)
+    executors = _executors(config, spec, checkpoint.path, beside, progress)
     executor = executors[0]
     progress("ready", 1.0)
     if limits is not None and executor.capabilities.adapters is None:
@@ -115,6 +125,42 @@ def load(config: Config, progress: Progress) -> Live:
         helper=helper,
     )
     return Live(replicas, submitter, loaded, registry, adapters, grammars)
+
+
+def follow(config: Config, progress: Progress) -> Follower:
+    """The ranks of a node other than 0, loaded as node 0 loads its own. Raises `ConfigError` and
+    `EngineFailed`; may run for minutes in any thread."""
+    checkpoint, spec = _checkpoint(config, progress)
+    limits = _limits(config, _adapters_at_start(config, progress))
+    beside = Beside(_drafting(config, progress), limits, config.parallel)
+    nodes = join(config.parallel, _facts(config, spec))
+    with nodes.loading():
+        executor = _executor(config, spec, checkpoint.path, beside._replace(nodes=nodes), progress)
+    return Follower(executor, nodes.channels[0])
+
+
+def _checkpoint(config: Config, progress: Progress) -> tuple[Checkpoint, ModelSpec]:
+    checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
+    return checkpoint, read_spec(checkpoint.config, pooling_of(checkpoint.path))
+
+
+def _limits(config: Config, adapters: list[AdapterInfo]) -> AdapterLimits | None:
+    return adapter_limits(config.lora, [read_object(Path(a.path) / ADAPTER) or {} for a in adapters])
+
+
+def _facts(config: Config, spec: ModelSpec) -> dict[str, str]:
+    """What must be equal on all nodes, by the name that errors say."""
+    gpu = config.model.device != "cpu" and cuda_facts(config.parallel.gpu(0))
+    facts = {
+        "the version": VERSION,
+        "torch": str(torch_version),
+        "the device": gpu.name if gpu and not gpu.reason else "a CPU",
+    }
+    for name in SHARED:
+        group = msgspec.to_builtins(getattr(config, name))
+        facts |= {f"--{key.replace('_', '-')}": str(value) for key, value in group.items() if key not in OWN}
+    model = msgspec.to_builtins(spec)
+    return facts | {f"{key} of config.json": str(value) for key, value in model.items()}
 
 
 def _adapters_at_start(config: Config, progress: Progress) -> list[AdapterInfo]:
@@ -152,18 +198,27 @@ def _executors(
     """One for each replica, ready to run."""
     made: list[LocalExecutor] = []
     with ExitStack() as refused:
+        if config.parallel.nnodes > 1:
+            progress("waiting for the other nodes", 0.0)
+            nodes = join(config.parallel, _facts(config, spec))
+            refused.enter_context(nodes.loading())
+            beside = beside._replace(nodes=nodes)
         for replica in range(config.parallel.dp):
             if config.parallel.dp > 1:
                 log.info("replica %d", replica)
             own = beside._replace(replica=replica)
-            executor = build_executor(
-                spec, source, config.model, config.cache, config.schedule, progress, own
-            )
+            executor = _executor(config, spec, source, own, progress)
             refused.callback(executor.close)
             executor.prepare(partial(progress, "graphs"))
             made.append(executor)
         refused.pop_all()
     return made
+
+
+def _executor(
+    config: Config, spec: ModelSpec, source: Path, beside: Beside, progress: Progress
+) -> LocalExecutor:
+    return build_executor(spec, source, config.model, config.cache, config.schedule, progress, beside)
 
 
 def _engine(executor: Executor, config: Config) -> Engine:

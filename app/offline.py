@@ -47,6 +47,7 @@ from core.config import (
     check_speculation,
 )
 from core.errors import ConfigError, LoomError, Unavailable, field_error
+from core.nodes import check_nodes
 from core.types import Floats
 
 log = logging.getLogger(__name__)
@@ -404,6 +405,7 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
         config = msgspec.convert(made, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}.") from None
+    check_nodes(config.parallel)
     check_speculation(config.speculative)
     adapters_at_start(config.lora)
     return config

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import concurrent.futures
-import contextlib
 import logging
-import os
-import resource
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -33,6 +26,7 @@ from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.engine.watchdog import Watchdog
 from app.http.server import Runner
+from app.process import FAILED, HUNG, begin, leave, raise_file_limit
 from app.service import Health, Phase, Service
 from core.adapters import adapters_at_start
 from core.clock import monotonic
@@ -57,11 +51,6 @@ PATHS = (
     ("serve", "data_dir"),
 )
 """Settings that may be paths on this machine."""
-FAILED = 1
-"""Exit code after a failure of the engine."""
-HUNG = 3
-"""Exit code when the watchdog ends the server because a step hangs; 2 is for a wrong configuration."""
-
 T = TypeVar("T")
 
 
@@ -73,12 +62,7 @@ def run(config: Config) -> NoReturn:
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(Server(config).serve())
-    if code == HUNG:
-        logging.shutdown()  # nothing else, which might wait for the device inside its driver
-    else:
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code)  # a normal exit would free torch's objects one by one, for 0.6 s
+    leave(code)
 
 
 class Server:
@@ -109,7 +93,8 @@ class Server:
         log.info("listening on http://%s:%d, loading the model", host, port)
         try:
             begun = time.perf_counter()
-            live = await self._while_running(in_thread(lambda: load(self._config, self._progress)))
+            loading = begin(partial(load, self._config, self._progress), "loom-load")
+            live = await self._while_running(asyncio.wrap_future(loading))
             if live is not None:
                 await self._run_engine(live, application[BATCHES], begun)
         finally:
@@ -216,26 +201,3 @@ def bind(host: str, port: int) -> socket.socket:
             "Choose another with --port (0 takes a free one) or --host."
         ) from error
     return listener
-
-
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread, so that a signal does not have to wait for a long load."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # cancelling the wait does not cancel the work
-
-    def body() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=body, name="loom-load", daemon=True).start()
-    return asyncio.wrap_future(future)
-
-
-def raise_file_limit() -> None:
-    """Raise the limit on open files: every stream needs a socket, and the usual soft limit is 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    log.debug("open files: %d, now %d", soft, hard)

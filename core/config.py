@@ -204,6 +204,17 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     tp: Annotated[
         int, "tensor parallelism: GPUs (or threads of a CPU) that divide each replica", Meta(ge=1)
     ] = 1
+    nnodes: Annotated[
+        int, "processes, on as many hosts or on one, that divide the ranks of --tp among them", Meta(ge=1)
+    ] = 1
+    node_rank: Annotated[
+        int,
+        "number of this process among --nnodes: 0 serves, the others run ranks for it",
+        Meta(ge=0),
+    ] = 0
+    dist_init_addr: Annotated[
+        str, "HOST:PORT of node 0, where the others find it; under torchrun all three come from it"
+    ] = ""
     dp: Annotated[
         int,
         "replicas of the model behind one port, each on GPUs of its own, with its own KV pool and prefixes",
@@ -222,9 +233,14 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0),
     ] = 1
 
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of each replica that this process has."""
+        return self.tp // self.nnodes
+
     def gpu(self, replica: int, rank: int = 0) -> int:
-        """Number of the GPU of one of the ranks of a replica."""
-        return self.base_gpu_id + (replica * self.tp + rank) * self.gpu_id_step
+        """Number of the GPU of one of the ranks of a replica, of those in this process."""
+        return self.base_gpu_id + (replica * self.local_ranks + rank) * self.gpu_id_step
 
 
 class LoraConfig(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,13 @@ VARIABLES: Mapping[str, str] = {
     "LOOM_CACHE": "where fetched models are kept; default: $XDG_CACHE_HOME/loom or ~/.cache/loom",
     "XDG_CACHE_HOME": "the user's cache directory, when LOOM_CACHE is unset",
     "HF_HUB_OFFLINE": "1 means: never reach the network for a model (the same as --offline)",
+    "WORLD_SIZE": "torchrun's, where --nnodes is not given: how many processes divide the ranks",
+    "RANK": "torchrun's: which of them this is",
+    "LOCAL_RANK": "torchrun's: which of those on this host, and so which GPUs it has",
+    "MASTER_ADDR": "torchrun's: host of node 0",
+    "MASTER_PORT": "torchrun's: port of the store where nodes find each other",
+    "TORCHELASTIC_USE_AGENT_STORE": "torchrun's: True where torchrun itself holds that store",
+    "TORCHELASTIC_RESTART_COUNT": "torchrun's: times that it has started the nodes again",
 }
 
 

@@ -47,6 +47,8 @@ from gpu.memory import (
 )
 from gpu.models.base import CausalModel
 from gpu.models.ranks import RankModel
+from gpu.nodes.join import Nodes
+from gpu.nodes.remote import RemoteNode
 from gpu.ops.base import Ops
 from gpu.ops.plain import TorchOps
 from gpu.ops.ranks import RankOps, TableOps
@@ -62,7 +64,7 @@ from gpu.step.rings import Entries
 from gpu.step.shape import Shape
 from gpu.step.shapes import most_samples
 from gpu.step.steps import ExactSizes, PaddedSizes
-from gpu.targets import choose_ranks, choose_targets
+from gpu.targets import MostExchanged, choose_ranks, choose_targets
 from gpu.thread import device_thread
 from gpu.weights import config_from_gguf, load_model
 
@@ -92,13 +94,15 @@ NO_DRAFTS = Drafting(SpeculativeConfig(algorithm="none"))
 
 
 class Beside(NamedTuple):
-    """What runs beside the model: drafts, LoRA adapters (None: none can be loaded), and other replicas, of
-    which this one has the number `replica`."""
+    """What runs beside the model: drafts, LoRA adapters (None: none can be loaded), other replicas, of
+    which this one has the number `replica`, and the `nodes` that have the other ranks of this one (None: they
+    are all in this process)."""
 
     drafting: Drafting = NO_DRAFTS
     adapters: AdapterLimits | None = None
     parallel: ParallelConfig = ParallelConfig()
     replica: int = 0
+    nodes: Nodes | None = None
 
 
 NOTHING_BESIDE = Beside()
@@ -137,9 +141,10 @@ def build_executor(
     """Estimate memory, load, allocate. The executor is not prepared: ranks capture on threads of their own.
 
     Raises `ConfigError` (too little memory, a context the model does not have, no such device, attention
-    backend or logit processor) or `ModelError` (the checkpoint), before or instead of an executor.
+    backend or logit processor), `ModelError` (the checkpoint) or `EngineFailed` (another node is gone),
+    before or instead of an executor.
     """
-    drafting, limits, parallel, replica = beside
+    drafting, limits, parallel, replica, nodes = beside
     targets = choose_targets(spec, model, parallel, replica)
     target = targets[0]
     schedule = _with_budget(schedule, target.device)
@@ -151,19 +156,19 @@ def build_executor(
     processors = load_processors(model.logit_processor)
     dummy = model.load_format == "dummy"
     draft = read_drafting(drafting.settings, drafting.path, whole, dummy, spec_of)
-    group, ranks = choose_ranks(targets, whole, sizes.rows, sizes.tokens, draft)
+    group, ranks = choose_ranks(targets, whole, MostExchanged(sizes.rows, sizes.tokens), draft, nodes)
     shards = [ALONE if rank is None else rank.shard for rank in ranks]
     adapting = [plan_adapters(spec, limits, dtype, shard) for shard in shards]
     progress("memory", 0.0)
-    sharing = (draft, adapting[0], parallel.dp)
-    free = _free_bytes(targets)
+    sharing = (draft, adapting[0], parallel.dp * len(targets))
+    free = _free_bytes(targets, nodes)
     memory = _memory(spec, target, sizes, cache, sharing, free)
 
     loader = _Loader(spec, source, targets, dummy, progress)
     models = loader.load_all(ranks)
     if device.type == "cuda":
         # Weights are what they are now; before, they were reckoned.
-        left = _free_bytes(targets)
+        left = _free_bytes(targets, nodes)
         memory = _memory(spec, target, sizes, cache, sharing, left, loaded=free - left)
     for line in memory_table(memory):
         log.info("%s", line)
@@ -180,7 +185,8 @@ def build_executor(
         with device_thread(own.device):
             tiers = None if room is None else room.allocate(loaded, own.device)
         load, pool = partial(loader.load, rank), partial(make_pool, own.device)
-        maintenance = Maintenance(str(source), load, pool, device.type == "cpu", tiers, not each)
+        first = rank is None or not rank.shard.rank
+        maintenance = Maintenance(str(source), load, pool, device.type == "cpu", tiers, first)
         paced = schedule.itl_target > 0
         each.append(Parts(spec, own, sizes, processors, maintenance, draft, limits, rank, paced))
     if target.captures(spec):
@@ -193,7 +199,8 @@ def build_executor(
         with device_thread(own.device):
             runner.use_model(loaded)
             runner.use_pool(make_pool(own.device))
-    return LocalExecutor(runners, _capabilities(each[0], memory, runners[0].shape), group)
+    others = [partial(RemoteNode, channel) for channel in nodes.channels] if nodes and nodes.leads else []
+    return LocalExecutor(runners, _capabilities(each[0], memory, runners[0].shape), group, others)
 
 
 class _Loader(NamedTuple):
@@ -211,10 +218,11 @@ class _Loader(NamedTuple):
         if Path(path) != source and spec_of(Path(path)) != spec_of(source):
             raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
         weights, shard = None if dummy else Path(path), ALONE if rank is None else rank.shard
-        device, dtype, _ = targets[shard.rank]
+        local = shard.rank % len(targets)
+        device, dtype, _ = targets[local]
 
         def report(share: float) -> None:
-            if not shard.rank:
+            if not local:
                 progress("weights", share)
 
         with device_thread(device):
@@ -383,7 +391,7 @@ def _memory(
     available: int,
     loaded: int = 0,
 ) -> MemoryPlan:
-    needs, (draft, adapting, replicas) = None, beside
+    needs, (draft, adapting, ranks) = None, beside
     limits, adapters = (None, 0) if adapting is None else (adapting.limits, adapting.device_bytes)
     rows, tokens, _ = sizes
     if target.device.type == "cuda":
@@ -397,13 +405,14 @@ def _memory(
             page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
             needs = needs._replace(drafts=draft.held_bytes(spec, sizes, samples, target.dtype), page=page)
     else:
-        available = available // (replicas * spec.ranks) - adapters  # all share a CPU's memory
+        available = available // ranks - adapters  # all of this process share a CPU's memory
     return plan_memory(spec, target.dtype, cache, available, rows * sizes.context, needs, loaded)
 
 
-def _free_bytes(targets: Sequence[Target]) -> int:
+def _free_bytes(targets: Sequence[Target], nodes: Nodes | None) -> int:
     """Of the device that has least: all ranks have as many pages."""
-    return min(free_bytes(target.device) for target in targets)
+    least = min(free_bytes(target.device) for target in targets)
+    return least if nodes is None else nodes.least(least)
 
 
 def _with_budget(schedule: ScheduleConfig, device: torch.device) -> ScheduleConfig:

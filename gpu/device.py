@@ -49,7 +49,7 @@ def cuda_facts(gpu: int = 0) -> CudaFacts:
 
 def check_gpus(parallel: ParallelConfig) -> None:
     """Raises `ConfigError` where the host has GPUs, but not those of every replica."""
-    found, last = torch.cuda.device_count(), parallel.gpu(parallel.dp - 1, parallel.tp - 1)
+    found, last = torch.cuda.device_count(), parallel.gpu(parallel.dp - 1, parallel.local_ranks - 1)
     if 0 < found <= last:
         raise ConfigError(
             f"--tp {parallel.tp} and --dp {parallel.dp} with --base-gpu-id {parallel.base_gpu_id} and "

@@ -1,11 +1,12 @@
-"""`core.executor.Executor` over the devices of this host."""
+"""`core.executor.Executor` over the devices of this process, and over other nodes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -24,8 +25,40 @@ COMPARED = 1000
 """Steps between two of which the tokens of all ranks are compared: they follow from equal logits."""
 
 
+def compared(step: int) -> bool:
+    """Whether the tokens of this step are."""
+    return (step + 1) % COMPARED == 0
+
+
+class Station(Protocol):
+    """Where plans are run: a rank of this process (`gpu.worker.Worker`), or all those of another node. It
+    posts what it has ended in order, and a `StepFailure` when it is lost."""
+
+    @property
+    def prepared(self) -> Future[MeasuredCosts | None]:
+        """Done when steps can be launched; fails with `EngineFailed`."""
+        ...
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Begin; does nothing where it has."""
+        ...
+
+    def submit(self, plan: StepPlan | Command) -> None:
+        """Queue; never blocks."""
+        ...
+
+    def close(self) -> bool:
+        """Finish what was submitted, then end. Returns whether it has ended."""
+        ...
+
+
+Elsewhere = Callable[[Callable[[Item], None], threading.Event], Station]
+"""Makes a station of what takes its items, and of the event that says that one has failed."""
+
+
 class LocalExecutor:
-    """A worker for each rank: all of them get every plan and command.
+    """A worker for each rank of this process, and a station for each other node: all of them get every plan
+    and command.
 
     A step is answered by rank 0, when every rank has ended it; a failure of any rank is the executor's, and
     ends what others wait for.
@@ -34,9 +67,13 @@ class LocalExecutor:
     """
 
     def __init__(
-        self, ranks: Sequence[Runner], capabilities: Capabilities, group: RankGroup | None = None
+        self,
+        ranks: Sequence[Runner],
+        capabilities: Capabilities,
+        group: RankGroup | None = None,
+        nodes: Sequence[Elsewhere] = (),
     ) -> None:
-        """`group` is how the ranks meet; None: they do not."""
+        """`group` is how the ranks meet; None: they do not. `nodes` are the others, on node 0."""
         self._capabilities, self._group = capabilities, group
         self._outbox: Outbox[Item] = Outbox()
         self._failed = threading.Event()
@@ -44,9 +81,11 @@ class LocalExecutor:
         self._over = False
         self._arrived: dict[tuple[bool, int], dict[int, StepResult | CommandDone]] = {}
         """What some ranks have ended and others have not, by rank: steps (False) and commands by number."""
-        self._workers = [
+        self._workers: list[Station] = [
             Worker(runner, partial(self._post, rank), self._failed, rank) for rank, runner in enumerate(ranks)
         ]
+        for number, make in enumerate(nodes, len(ranks)):
+            self._workers.append(make(partial(self._post, number), self._failed))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -125,7 +164,7 @@ class LocalExecutor:
             self._failed.set()
             return StepFailure(-1, f"a command was carried out by some ranks alone: {errors[0]}")
         first = items[0]
-        if len(items) > 1 and isinstance(first, StepResult) and (first.step + 1) % COMPARED == 0:
+        if len(items) > 1 and isinstance(first, StepResult) and compared(first.step):
             tokens = [item.tokens.copy() for item in items if isinstance(item, StepResult)]
             for own in tokens:
                 own[list(first.failed)] = NAN_TOKEN  # rank 0 alone has matchers

@@ -1,14 +1,14 @@
-"""What the ranks of one process exchange within a step.
+"""What ranks exchange within a step.
 
 Each rank runs the same calls in the same order, on a launch thread of its own. `Reducer` is what layers and
 sampling need; a GPU's launches kernels (`gpu.peers`). `RankGroup` is that of threads on a CPU, and carries
-what the host decides for all.
+what the host decides for all. Ranks of several processes are in `gpu.nodes`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -83,15 +83,16 @@ class Rank:
 
     def gather(self, part: Tensor) -> Tensor:
         """See `Reducer.gather`."""
-        return torch.cat(self._exchange(part), dim=-1)
+        return torch.cat(tuple(self._exchange(part)), dim=-1)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """While launches are prepared: a rank waits for no other. Nothing to do on a CPU."""
         yield
 
-    def first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, for all ranks. Where it raises, so do the others."""
+    def first(self, make: Callable[[], T], kind: type[T]) -> T:
+        """What rank 0 makes, for all ranks. Where it raises, so do the others. `kind` is the type of it,
+        for ranks of another process."""
         if self.shard.rank:
             made: tuple[T, ...] = self._exchange(None)[0]
         else:
@@ -106,9 +107,9 @@ class Rank:
 
     def late(self, deadline: float) -> bool:
         """Whether a point of the monotonic clock, in seconds, has passed for rank 0."""
-        return self.first(lambda: monotonic() > deadline)
+        return self.first(lambda: monotonic() > deadline, bool)
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> Sequence[Any]:
         turn = self._turn
         self._turn += 1
         return self._group.exchange(self.shard.rank, turn, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,8 @@ from core.models import ModelSpec
 from gpu.attention.registry import check_cpu_backends
 from gpu.device import CudaFacts, check_gpus, choose_device, cuda_facts
 from gpu.draft.build import Draft
+from gpu.nodes.gloo import gloo_ranks
+from gpu.nodes.join import Nodes
 from gpu.parts import Target
 from gpu.prompt import POSITIONS
 from gpu.ranks import Rank, RankGroup, make_ranks
@@ -22,6 +25,13 @@ log = logging.getLogger(__name__)
 
 THREADS = torch.get_num_threads()
 """Of products on a CPU, which its ranks share."""
+
+
+class MostExchanged(NamedTuple):
+    """The maximum of a step."""
+
+    rows: int
+    tokens: int
 
 
 def choose_targets(
@@ -34,7 +44,8 @@ def choose_targets(
             load_cuda_modules_eagerly()
         check_gpus(parallel)
         facts = cuda_facts(parallel.gpu(replica))
-    devices = [choose_device(model.device, facts, parallel.gpu(replica, rank)) for rank in range(parallel.tp)]
+    local = range(parallel.local_ranks)
+    devices = [choose_device(model.device, facts, parallel.gpu(replica, rank)) for rank in local]
     if devices[0].type == "cpu":
         torch.set_num_threads(model.threads or THREADS)
     if model.device == "auto" and facts.reason:
@@ -50,18 +61,23 @@ def choose_targets(
 
 
 def choose_ranks(
-    targets: Sequence[Target], spec: ModelSpec, rows: int, tokens: int, draft: Draft | None
+    targets: Sequence[Target], spec: ModelSpec, most: MostExchanged, draft: Draft | None, nodes: Nodes | None
 ) -> tuple[RankGroup | None, Sequence[Rank | None]]:
-    """The group through which ranks synchronise, and a rank for each target; (None, [None]) for one target.
+    """The group through which ranks synchronise, and a rank for each target; (None, [None]) for one target
+    alone.
 
-    `spec` is the whole model's; `rows` and `tokens` are the maximum of a step. On GPUs this allocates the
-    buffers of the collectives. Raises `ConfigError` for GPUs without peer access."""
-    if len(targets) == 1:
-        return None, [None]
+    `spec` is the whole model's. On GPUs of one process this allocates the buffers of the collectives. Raises
+    `ConfigError` for GPUs without peer access, and `EngineFailed` where other nodes are gone."""
     device, dtype, _ = targets[0]
     if device.type == "cpu":
         torch.set_num_threads(max(torch.get_num_threads() // len(targets), 1))
+    if nodes is not None:
+        return gloo_ranks(nodes)
+    if len(targets) == 1:
+        return None, [None]
+    if device.type == "cpu":
         return make_ranks(len(targets))
+    rows, tokens = most
     from gpu.peers import Exchanged, make_peers  # Triton, which a CPU may not have
 
     drafts, branches = (0, 1) if draft is None else (draft.most, draft.settings.eagle_topk)

@@ -11,12 +11,13 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from app.api.admin.admin import VERSION, health
+from app.api.admin.admin import health
 from app.api.request.routing import Facts, Route, Routes, Schema
 from app.http.errors import ERRORS
 from app.http.keys import SERVE
 from app.http.middleware import OPEN_PATHS, error_class
 from app.http.server import root_path
+from app.process import VERSION
 
 ROUTES = Routes()
 DOCUMENTED = web.AppKey("documented", tuple)

@@ -15,7 +15,7 @@ from app.engine.loop import Engine
 from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.http.server import Runner
-from app.server import raise_file_limit
+from app.process import raise_file_limit
 from app.service import Loaded, ModelCard, Service
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer

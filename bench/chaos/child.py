@@ -30,6 +30,7 @@ JSON_SIZES = JsonSizes()
 JSON_SIZES.install()  # before any module of the server makes its decoders
 
 import app.compose  # noqa: E402
+import app.process  # noqa: E402
 import app.server  # noqa: E402
 from app.cli import parse  # noqa: E402
 from app.compose import Live, Progress  # noqa: E402
@@ -55,7 +56,7 @@ class Served:
         """Serve until the server ends. Returns the exit code."""
         config = parse(flags)
         set_up(config.serve.log_level)
-        app.server.raise_file_limit()
+        app.process.raise_file_limit()
         with Patches() as patches:
             patches.replace(app.server, "load", self._load)
             patches.replace(app.server, "Runner", self._runner)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.server import raise_file_limit
+from app.process import raise_file_limit
 from bench.chaos.bench import Bench, InjectionFailed
 from bench.chaos.row import Outcome, Row
 from bench.chaos.rows import TABLE

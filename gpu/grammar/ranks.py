@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from core.plan import NewSlot, StepPlan
 from gpu.grammar.matchers import Masks, Matchers
 from gpu.ranks import Rank
 from gpu.sample.rows import RowTokens
 from gpu.state.tables import SlotTables
+
+
+class Filled(NamedTuple):
+    """The masks of a step, and the slots that have no drafts from it on."""
+
+    masks: Masks | None
+    ended: list[int]
 
 
 class RankMatchers(Matchers):
@@ -49,7 +57,7 @@ class RankMatchers(Matchers):
         slots = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks if chunk.samples]
         if self._masked.isdisjoint(slots):
             return None
-        masks, ended = self._rank.first(partial(self._fill_for_all, plan))
+        masks, ended = self._rank.first(partial(self._fill_for_all, plan), Filled)
         if ended and self._known is not None and not self._leads:
             self._known.end(ended)
         return masks
@@ -58,9 +66,9 @@ class RankMatchers(Matchers):
         """See `Matchers.accept`: rank 0's answer is the step's."""
         return super().accept(masks, made) if self._leads else {}
 
-    def _fill_for_all(self, plan: StepPlan) -> tuple[Masks | None, list[int]]:
+    def _fill_for_all(self, plan: StepPlan) -> Filled:
         self._ended = []
-        return super().fill(plan), self._ended
+        return Filled(super().fill(plan), self._ended)
 
     def _end_drafts(self, slots: Sequence[int]) -> None:
         super()._end_drafts(slots)

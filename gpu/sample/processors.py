@@ -65,7 +65,7 @@ def shared(process: Processor, rank: Rank) -> Processor:
             process(logits, output_ids, params)
             return logits.clone()
 
-        logits.copy_(rank.first(changed))
+        logits.copy_(rank.first(changed, torch.Tensor))
 
     return run
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from app.server import HUNG
+from app.process import HUNG
 from bench.chaos.tiny import dummy_model, flags
 from tests.rigs.process import Process, read_events, serving
 from tests.rigs.wait import PATIENCE

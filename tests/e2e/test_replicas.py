@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from bench.chaos.tiny import dummy_model, flags
 from tests.rigs.metrics import samples
 from tests.rigs.process import Process, read_events, run_to_end, serving
+from tests.rigs.sockets import LOCALHOST, listening
 from tests.rigs.wait import PATIENCE
 
 LONG = {"prompt": "x" * 50, "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -56,14 +56,6 @@ async def by_replica(session: aiohttp.ClientSession, server: Process, name: str)
     return sums
 
 
-def listening(process: int) -> int:
-    """Sockets that a process listens on."""
-    own = {os.readlink(each.path) for each in os.scandir(f"/proc/{process}/fd") if each.is_symlink()}
-    tables = [Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
-
-
 async def test_two_replicas_answer_as_one_does_and_drain(
     shared: Process, model: Path, session: aiohttp.ClientSession
 ) -> None:
@@ -71,7 +63,7 @@ async def test_two_replicas_answer_as_one_does_and_drain(
     expected = await complete(session, shared)
     with serving(*flags(model), *DP) as server:
         await server.ready(session)
-        assert listening(server.process.pid) == 1
+        assert listening(server.process.pid) == [LOCALHOST]
         assert await complete(session, server) == expected
         assert await by_replica(session, server, "loom_requests_finished_total") == [4, 4]
         for replica in ("0", "1"):

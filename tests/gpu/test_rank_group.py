@@ -52,13 +52,13 @@ def test_a_rank_that_is_ahead_changes_nothing_that_others_read() -> None:
 
 
 def test_rank_0_decides() -> None:
-    assert on_each(3, lambda rank: rank.first(lambda: rank.shard.rank + 5)) == [5, 5, 5]
+    assert on_each(3, lambda rank: rank.first(lambda: rank.shard.rank + 5, int)) == [5, 5, 5]
 
 
 def test_where_rank_0_raises_so_do_all() -> None:
     def work(rank: Rank) -> str:
         try:
-            rank.first(lambda: {}["nothing"])
+            rank.first(lambda: {}["nothing"], int)
         except (KeyError, RuntimeError) as error:
             return type(error).__name__
         return "none"

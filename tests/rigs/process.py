@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,14 +28,17 @@ def take_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def begin(*arguments: str, log: Path, own: bool = False) -> subprocess.Popen[bytes] | Forked:
+def begin(
+    *arguments: str, log: Path, own: bool = False, under: Sequence[str] = ()
+) -> subprocess.Popen[bytes] | Forked:
     """Start a command whose standard error goes to the end of a file. `own`: in an interpreter of its own,
-    which takes 2 s of CPU time more and also tests `app/__main__.py` and the order of imports."""
-    if not own:
+    which takes 2 s of CPU time more and also tests `app/__main__.py` and the order of imports. `under` are
+    arguments of its Python before the server's: a program that starts it."""
+    if not own and not under:
         return Forked("app", *arguments, stderr=log)
     with log.open("ab") as stderr:
         return subprocess.Popen(
-            [sys.executable, "-m", "app", *arguments],
+            [sys.executable, *under, "-m", "app", *arguments],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=stderr,
@@ -66,11 +69,13 @@ def run_to_end(*arguments: str, own: bool = False) -> Ended:
 class Process:
     """A running server."""
 
-    def __init__(self, *arguments: str, own: bool = False) -> None:
+    def __init__(self, *arguments: str, own: bool = False, under: Sequence[str] = ()) -> None:
+        """As `begin`."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile("r", prefix="loom-log-")  # noqa: SIM115 - until `close`
-        self.process = begin("--port", str(self.port), *arguments, log=Path(self._log.name), own=own)
+        log = Path(self._log.name)
+        self.process = begin("--port", str(self.port), *arguments, log=log, own=own, under=under)
 
     async def ready(self, session: aiohttp.ClientSession) -> list[dict[str, object]]:
         """Wait until `/health` is ok; returns the bodies of its earlier answers."""
@@ -108,9 +113,9 @@ class Process:
 
 
 @contextmanager
-def serving(*arguments: str, own: bool = False) -> Iterator[Process]:
+def serving(*arguments: str, own: bool = False, under: Sequence[str] = ()) -> Iterator[Process]:
     """Start a server, kill it afterwards."""
-    server = Process(*arguments, own=own)
+    server = Process(*arguments, own=own, under=under)
     try:
         yield server
     finally:

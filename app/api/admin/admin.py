@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import secrets
 import time
 
@@ -22,6 +21,7 @@ from app.http.keys import SERVICE
 from app.http.prometheus import CONTENT_TYPE, exposition
 from app.http.reply import json_response
 from app.http.tenant import tenant
+from app.process import VERSION
 from app.service import Loaded, Phase
 from core.errors import NotFound, RequestError, Unavailable, field_error
 from core.request import SamplingParams
@@ -31,17 +31,6 @@ ROUTES = Routes()
 
 HEALTH_SECONDS = 20.0
 """Timeout of the one token of `/health_generate`. SGLang's figure."""
-
-
-def version() -> str:
-    """The installed version."""
-    try:
-        return importlib.metadata.version("loom-serve")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
-        return "unknown"
-
-
-VERSION = version()
 
 
 @ROUTES.add("GET /", "HEAD /", has="name health openapi")

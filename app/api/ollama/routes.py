@@ -9,7 +9,6 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from app.api.admin.admin import VERSION
 from app.api.ollama.lines import Lines
 from app.api.ollama.schema import (
     NAMES,
@@ -34,6 +33,7 @@ from app.http.errors import OllamaError
 from app.http.keys import SERVICE
 from app.http.sse import Dialect
 from app.parsers.reading import Reading
+from app.process import VERSION
 from app.service import Loaded, Service
 
 ROUTES = Routes()

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from app.server import HUNG
+from app.process import HUNG
 from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, Answer, ask, post
 from bench.chaos.faults import STAGES

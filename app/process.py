@@ -1,0 +1,68 @@
+"""What every process that serves or runs ranks does at its start and its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.metadata
+import logging
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NoReturn, TypeVar
+
+log = logging.getLogger(__name__)
+
+FAILED = 1
+"""Exit code after a failure of the engine."""
+HUNG = 3
+"""Exit code when the watchdog ends the server because a step hangs; 2 is for a wrong configuration."""
+
+T = TypeVar("T")
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return importlib.metadata.version("loom-serve")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"
+
+
+VERSION = version()
+
+
+def begin(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` in a daemon thread, so that a signal does not have to wait for a long load."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # cancelling the wait does not cancel the work
+
+    def body() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=body, name=name, daemon=True).start()
+    return future
+
+
+def leave(code: int) -> NoReturn:
+    """End the process."""
+    if code == HUNG:
+        logging.shutdown()  # nothing else, which might wait for the device inside its driver
+    else:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)  # a normal exit would free torch's objects one by one, for 0.6 s
+
+
+def raise_file_limit() -> None:
+    """Raise the limit on open files: every stream needs a socket, and the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    log.debug("open files: %d, now %d", soft, hard)
