@@ -39,11 +39,11 @@ from core.executor import Capabilities, Executor
 from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
 from gpu.build import Beside, Drafting, build_executor, pooling_of
-from gpu.device import cuda_facts
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler, Refused
 from gpu.nodes.follow import Follower
-from gpu.nodes.join import join
+from gpu.nodes.join import Nodes, join
+from gpu.targets import device_of_node
 from gpu.weights import config_from_gguf
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def follow(config: Config, progress: Progress) -> Follower:
     checkpoint, spec = _checkpoint(config, progress)
     limits = _limits(config, _adapters_at_start(config, progress))
     beside = Beside(_drafting(config, progress), limits, config.parallel)
-    nodes = join(config.parallel, _facts(config, spec))
+    nodes = _join(config, spec)
     with nodes.loading():
         executor = _executor(config, spec, checkpoint.path, beside._replace(nodes=nodes), progress)
     return Follower(executor, nodes.channels[0])
@@ -148,19 +148,15 @@ def _limits(config: Config, adapters: list[AdapterInfo]) -> AdapterLimits | None
     return adapter_limits(config.lora, [read_object(Path(a.path) / ADAPTER) or {} for a in adapters])
 
 
-def _facts(config: Config, spec: ModelSpec) -> dict[str, str]:
-    """What must be equal on all nodes, by the name that errors say."""
-    gpu = config.model.device != "cpu" and cuda_facts(config.parallel.gpu(0))
-    facts = {
-        "the version": VERSION,
-        "torch": str(torch_version),
-        "the device": gpu.name if gpu and not gpu.reason else "a CPU",
-    }
+def _join(config: Config, spec: ModelSpec) -> Nodes:
+    """Meet the other nodes. What must be equal on all has the name that errors say."""
+    device = device_of_node(config.model, config.parallel)
+    facts = {"the version": VERSION, "torch": str(torch_version), "the device": device}
     for name in SHARED:
         group = msgspec.to_builtins(getattr(config, name))
         facts |= {f"--{key.replace('_', '-')}": str(value) for key, value in group.items() if key not in OWN}
-    model = msgspec.to_builtins(spec)
-    return facts | {f"{key} of config.json": str(value) for key, value in model.items()}
+    facts |= {f"{key} of config.json": str(value) for key, value in msgspec.to_builtins(spec).items()}
+    return join(config.parallel, facts)
 
 
 def _adapters_at_start(config: Config, progress: Progress) -> list[AdapterInfo]:
@@ -200,7 +196,7 @@ def _executors(
     with ExitStack() as refused:
         if config.parallel.nnodes > 1:
             progress("waiting for the other nodes", 0.0)
-            nodes = join(config.parallel, _facts(config, spec))
+            nodes = _join(config, spec)
             refused.enter_context(nodes.loading())
             beside = beside._replace(nodes=nodes)
         for replica in range(config.parallel.dp):

@@ -69,6 +69,11 @@ def load_cuda_modules_eagerly() -> None:
     _default("CUDA_MODULE_LOADING", "EAGER")
 
 
+def use_interface(name: str) -> None:
+    """Have NCCL connect and listen on this network interface alone. A variable that is set stays."""
+    _default("NCCL_SOCKET_IFNAME", f"={name}")  # =: this very name, and not all that begin with it
+
+
 def _default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 

@@ -66,6 +66,12 @@ class Outbox(Generic[T]):
             if self.wake is not None:
                 self.wake()
 
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from now on; at once where an item came before."""
+        self.wake = wake
+        if self._items:
+            wake()
+
     def drain(self) -> list[T]:
         """Everything that has arrived, oldest first."""
         self._signalled = False

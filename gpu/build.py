@@ -160,7 +160,7 @@ def build_executor(
     shards = [ALONE if rank is None else rank.shard for rank in ranks]
     adapting = [plan_adapters(spec, limits, dtype, shard) for shard in shards]
     progress("memory", 0.0)
-    sharing = (draft, adapting[0], parallel.dp * len(targets))
+    sharing = Sharing(draft, adapting[0], parallel.dp * len(targets), nodes is not None)
     free = _free_bytes(targets, nodes)
     memory = _memory(spec, target, sizes, cache, sharing, free)
 
@@ -382,16 +382,33 @@ def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:
         raise ConfigError(f"{flag} needs compute capability {least}, {target.facts.name} has {have}.")
 
 
+class Sharing(NamedTuple):
+    """What has memory beside a rank's part of the model: drafts, adapters, the other ranks of this process,
+    and what goes to other nodes, if there are any."""
+
+    draft: Draft | None
+    adapting: Adapting | None
+    ranks: int
+    nodes: bool
+
+
+def exchanged_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int) -> int:
+    """The most that an exchange by NCCL takes: the parts of all ranks and their sum, in float32 and in
+    `dtype`; or those of logits, and these beside each other."""
+    sums = tokens * spec.hidden * ((spec.ranks + 1) * dtype.itemsize + 4)
+    return max(sums, 2 * samples * spec.vocab_size * 4)
+
+
 def _memory(
     spec: ModelSpec,
     target: Target,
     sizes: Sizes,
     cache: CacheConfig,
-    beside: tuple[Draft | None, Adapting | None, int],
+    beside: Sharing,
     available: int,
     loaded: int = 0,
 ) -> MemoryPlan:
-    needs, (draft, adapting, ranks) = None, beside
+    needs, (draft, adapting, ranks, nodes) = None, beside
     limits, adapters = (None, 0) if adapting is None else (adapting.limits, adapting.device_bytes)
     rows, tokens, _ = sizes
     if target.device.type == "cuda":
@@ -400,7 +417,8 @@ def _memory(
         padded = PaddedSizes(samples, tokens, rows, drafts, limits)
         graphs = len(list(padded.all())) if target.captures(spec) else 0
         needs = device_needs(spec, target.dtype, rows, tokens, graphs, samples)
-        needs = needs._replace(adapters=adapters)
+        exchanged = exchanged_bytes(spec, target.dtype, tokens, samples) if nodes else 0
+        needs = needs._replace(adapters=adapters, workspace=needs.workspace + exchanged)
         if draft is not None:
             page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
             needs = needs._replace(drafts=draft.held_bytes(spec, sizes, samples, target.dtype), page=page)

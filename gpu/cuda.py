@@ -28,6 +28,7 @@ from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
 from gpu.ops.base import Ops
 from gpu.ops.fused import Kernels, TritonOps
+from gpu.ops.nodes import NodeOps
 from gpu.ops.peers import PeerOps
 from gpu.ops.ranks import TableOps
 from gpu.parts import Parts, Target
@@ -76,8 +77,9 @@ def _captured_runner(
     query = _Query(1 + shape.drafts, shape.trees)
     attention, plain, pdl = _layers(spec, parts.target, model, cache, samples, query)
     ops: MakeOps = plain
-    if isinstance(rank, PeerRank):
-        ops = partial(with_rank, plain, PeerOps, rank, spec.vocab_size)
+    if rank is not None:
+        kind = PeerOps if isinstance(rank, PeerRank) else NodeOps
+        ops = partial(with_rank, plain, kind, rank, spec.vocab_size)
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
     padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts, shape.adapters)
     machine = Machine(
@@ -142,7 +144,8 @@ def _layers(
 def with_rank(
     make: Callable[[KvPool], Callable[[StepView], TritonOps]], kind: Any, rank: Rank, vocab: int, pool: KvPool
 ) -> Callable[[StepView], Ops]:
-    """Makes the operations of a step's layers as those of a `rank`, of `kind` PeerOps or TableOps."""
+    """Makes the operations of a step's layers as those of a `rank`, of `kind` PeerOps, NodeOps or
+    TableOps."""
     own = make(pool)
     return lambda view: kind(own(view), rank, vocab)
 

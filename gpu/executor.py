@@ -112,7 +112,7 @@ class LocalExecutor:
 
     def start(self, wake: Callable[[], None]) -> None:
         """Take plans; `wake` is called from a waiter thread. Does not wait for ranks that still prepare."""
-        self._outbox.wake = wake
+        self._outbox.listen(wake)
         for worker in self._workers:
             worker.start()
 

@@ -10,12 +10,14 @@ import torch
 
 from core.config import ModelConfig, ParallelConfig
 from core.env import load_cuda_modules_eagerly
+from core.errors import ConfigError
 from core.models import ModelSpec
 from gpu.attention.registry import check_cpu_backends
 from gpu.device import CudaFacts, check_gpus, choose_device, cuda_facts
 from gpu.draft.build import Draft
 from gpu.nodes.gloo import gloo_ranks
 from gpu.nodes.join import Nodes
+from gpu.nodes.nccl import nccl_ranks
 from gpu.parts import Target
 from gpu.prompt import POSITIONS
 from gpu.ranks import Rank, RankGroup, make_ranks
@@ -34,16 +36,34 @@ class MostExchanged(NamedTuple):
     tokens: int
 
 
+def device_of_node(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """The name of what this node computes on. Raises `ConfigError` for several GPUs of one process."""
+    facts, local = _facts(model, parallel, 0), parallel.local_ranks
+    if facts.reason:
+        return "a CPU"
+    if local > 1:
+        raise ConfigError(
+            f"--tp {parallel.tp} with --nnodes {parallel.nnodes} gives each process {local} GPUs, and it can "
+            f"have one: start {local} processes on each host, with --nnodes {parallel.tp} in all (torchrun "
+            f"--nproc-per-node {local})."
+        )
+    return facts.name
+
+
+def _facts(model: ModelConfig, parallel: ParallelConfig, replica: int) -> CudaFacts:
+    if model.device == "cpu":
+        return CudaFacts("none was asked for")
+    if parallel.tp > 1:
+        load_cuda_modules_eagerly()
+    check_gpus(parallel)
+    return cuda_facts(parallel.gpu(replica))
+
+
 def choose_targets(
     spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, replica: int
 ) -> Sequence[Target]:
     """Of each rank of a replica: a GPU of its own, or the CPU that all share. Raises `ConfigError`."""
-    facts = CudaFacts("none was asked for")
-    if model.device != "cpu":
-        if parallel.tp > 1:
-            load_cuda_modules_eagerly()
-        check_gpus(parallel)
-        facts = cuda_facts(parallel.gpu(replica))
+    facts = _facts(model, parallel, replica)
     local = range(parallel.local_ranks)
     devices = [choose_device(model.device, facts, parallel.gpu(replica, rank)) for rank in local]
     if devices[0].type == "cpu":
@@ -72,7 +92,7 @@ def choose_ranks(
     if device.type == "cpu":
         torch.set_num_threads(max(torch.get_num_threads() // len(targets), 1))
     if nodes is not None:
-        return gloo_ranks(nodes)
+        return gloo_ranks(nodes) if device.type == "cpu" else nccl_ranks(nodes, device)
     if len(targets) == 1:
         return None, [None]
     if device.type == "cpu":

@@ -77,7 +77,7 @@ class PacedExecutor:
 
     def start(self, wake: Callable[[], None]) -> None:
         """Start every rank's threads."""
-        self._outbox.wake = wake
+        self._outbox.listen(wake)
         for rank in self._ranks:
             for thread in rank.threads:
                 thread.start()

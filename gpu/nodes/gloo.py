@@ -57,7 +57,7 @@ class GlooRank(Rank):
     def __init__(self, group: NodeGroup, number: int, member: Any) -> None:
         """`member` is a `ProcessGroupGloo`."""
         super().__init__(group, number)
-        self._nodes, self._member = group, member
+        self._nodes, self.member = group, member
         self._from_first = BroadcastOptions()
         self._from_first.rootRank = 0
 
@@ -85,11 +85,11 @@ class GlooRank(Rank):
         part = value.contiguous()
         own = part.view(torch.uint8)  # gloo has no sum in float32 of other types, so it only carries bytes
         found = [torch.empty_like(own) for _ in range(self.shard.ranks)]
-        self._wait(self._member.allgather([found], [own]))
+        self._wait(self.member.allgather([found], [own]))
         return [each.view(part.dtype) for each in found]
 
     def _broadcast(self, data: Tensor) -> None:
-        self._wait(self._member.broadcast([data], self._from_first))
+        self._wait(self.member.broadcast([data], self._from_first))
 
     def _wait(self, work: Work) -> None:
         """Until an exchange is done. Raises `EngineFailed` when a process is gone or the group is aborted."""

@@ -29,6 +29,7 @@ from gpu.nodes.channel import Channel, NodeLost
 from gpu.nodes.follow import Follower
 from gpu.nodes.gloo import gloo_ranks
 from gpu.nodes.join import Nodes, join, listen
+from gpu.nodes.nccl import interface_of
 from gpu.nodes.wire import ELSEWHERE, message_of, pack, plan_of, step_of, unpack
 from gpu.ranks import Rank
 from gpu.runner import ModelRunner
@@ -205,6 +206,11 @@ def leave(nodes: list[Nodes]) -> None:
     for each in nodes:
         for channel in each.channels:
             channel.close()
+
+
+def test_an_address_has_an_interface() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") is None
 
 
 # -- what they exchange ------------------------------------------------------------------------------
