@@ -30,7 +30,7 @@ from app.process import FAILED, HUNG, begin, leave, raise_file_limit
 from app.service import Health, Phase, Service
 from core.adapters import adapters_at_start
 from core.clock import monotonic
-from core.config import Config, SpeculativeConfig
+from core.config import Config, ServeConfig, SpeculativeConfig
 from core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ PATHS = (
     ("model", "chat_template"),
     ("speculative", "speculative_draft_model_path"),
     ("serve", "data_dir"),
+    ("serve", "uds"),
 )
 """Settings that may be paths on this machine."""
 T = TypeVar("T")
@@ -81,17 +82,14 @@ class Server:
     async def serve(self) -> int:
         """Bind, load, serve and drain; returns the exit code."""
         serve = self._config.serve
-        listener = bind(serve.host, serve.port)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         application = make_app(self._service, serve)
         runner = Runner(application, shutdown_timeout=SHUTDOWN_GRACE)
         await runner.setup()
-        await web.SockSite(runner, listener, backlog=BACKLOG).start()
-        host, port = listener.getsockname()[:2]
-        log.info("listening on http://%s:%d, loading the model", host, port)
         try:
+            log.info("listening on %s, loading the model", await listen(runner, serve))
             begun = time.perf_counter()
             loading = begin(partial(load, self._config, self._progress), "loom-load")
             live = await self._while_running(asyncio.wrap_future(loading))
@@ -185,6 +183,20 @@ def public_settings(config: Config) -> dict[str, object]:
     if config.speculative == SpeculativeConfig():
         del settings["speculative"]
     return dict(settings)
+
+
+async def listen(runner: Runner, serve: ServeConfig) -> str:
+    """Take connections from now on. Returns where. Raises `ConfigError` naming the flag to change."""
+    if serve.uds:
+        try:
+            await web.UnixSite(runner, serve.uds, backlog=BACKLOG).start()
+        except OSError as error:
+            raise ConfigError(f"--uds {serve.uds}: {error.strerror or error}.") from error
+        return serve.uds
+    listener = bind(serve.host, serve.port)
+    await web.SockSite(runner, listener, backlog=BACKLOG).start()
+    host, port = listener.getsockname()[:2]
+    return f"http://{host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -280,6 +280,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one", Meta(ge=0, le=65535)] = 8000
+    uds: Annotated[str, "path of a Unix domain socket to listen on instead of --host and --port"] = ""
     api_key: Annotated[
         tuple[str, ...],
         "API keys; clients must send one as a bearer token; stored data and cached prefixes "
