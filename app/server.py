@@ -171,10 +171,12 @@ class Server:
 
 
 def public_settings(config: Config) -> dict[str, object]:
-    """The settings that clients may see: no API keys, and only the last part of paths on this machine."""
+    """The settings that clients may see: no API keys, no addresses of other hosts, and only the last part of
+    paths on this machine."""
     settings: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     del settings["serve"]["api_key"]
     del settings["lora"]["lora_root"]
+    del settings["parallel"]["dist_init_addr"]
     settings["lora"]["lora"] = [adapter.name for adapter in adapters_at_start(config.lora)]
     for group, name in PATHS:
         place = Path(settings[group][name]).expanduser()

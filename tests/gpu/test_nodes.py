@@ -26,7 +26,6 @@ from core.types import NO_TOKENS
 from gpu.build import Beside, build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.nodes.channel import Channel, NodeLost
-from gpu.nodes.follow import Follower
 from gpu.nodes.gloo import gloo_ranks
 from gpu.nodes.join import Nodes, join, listen
 from gpu.nodes.nccl import interface_of
@@ -36,7 +35,7 @@ from gpu.runner import ModelRunner
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.driver import Driver
-from tests.rigs.nodes import at_once, joined, parallels
+from tests.rigs.nodes import Pair, at_once, joined, parallels
 from tests.rigs.runner import GREEDY
 from tests.rigs.wait import PATIENCE
 
@@ -280,41 +279,31 @@ def test_an_abort_ends_a_wait() -> None:
 # -- node 0 plans, the others run --------------------------------------------------------------------
 
 
-class Pair:
-    """The executor of node 0, and node 1 in a thread."""
+def pair_of(path: Path, tp: int = 2, start: bool = True) -> Pair:
+    """Node 0 and node 1 of a checkpoint."""
 
-    def __init__(self, path: Path, tp: int = 2, start: bool = True) -> None:
-        self.nodes = joined(tp, 2)
-        first, self.second = (
-            each.result() for each in at_once([partial(self._built, path, n) for n in self.nodes])
-        )
-        self.first = first
-        self.follower = Follower(self.second, self.nodes[1].channels[0])
-        if start:
-            self.start()
-
-    def start(self) -> None:
-        """Node 1 prepares from now on."""
-        pool = ThreadPoolExecutor(1)
-        self.ended = pool.submit(self.follower.run)
-        pool.shutdown(wait=False)
-
-    def _built(self, path: Path, nodes: Nodes) -> LocalExecutor:
+    def build(nodes: Nodes) -> LocalExecutor:
         beside = Beside(parallel=nodes.parallel, nodes=nodes)
         cache, config = CacheConfig(page_size=4, kv_tokens=4096), ModelConfig(device="cpu")
         return build_executor(spec_of(path), path, config, cache, SCHEDULE, lambda stage, share: None, beside)
 
-    def failure(self) -> str:
-        """Of node 0's executor, once there is one; both are closed then."""
-        arrived = threading.Event()
-        self.first.start(arrived.set)
-        assert arrived.wait(PATIENCE)
-        (found,) = self.first.results()
-        assert isinstance(found, StepFailure)
-        self.first.close()
-        with pytest.raises(EngineFailed):
-            self.ended.result(PATIENCE)
-        return found.reason
+    pair = Pair(build, tp)
+    if start:
+        pair.start()
+    return pair
+
+
+def failure(pair: Pair) -> str:
+    """Of node 0's executor, once there is one; both are closed then."""
+    arrived = threading.Event()
+    pair.first.start(arrived.set)
+    assert arrived.wait(PATIENCE)
+    (found,) = pair.first.results()
+    assert isinstance(found, StepFailure)
+    pair.first.close()
+    with pytest.raises(EngineFailed):
+        pair.ended.result(PATIENCE)
+    return found.reason
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +315,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_text_is_that_of_one_process(model: Path, tp: int) -> None:
     cache, config = CacheConfig(page_size=4, kv_tokens=4096), ModelConfig(device="cpu")
     alone = build_executor(spec_of(model), model, config, cache, SCHEDULE, lambda stage, share: None)
-    pair = Pair(model, tp)
+    pair = pair_of(model, tp)
     found = []
     for executor in (alone, pair.first):
         executor.prepare(lambda share: None)
@@ -346,14 +335,14 @@ def plan(step: int) -> StepPlan:
 
 
 def test_a_node_that_closes_ends_all(model: Path) -> None:
-    pair = Pair(model)
+    pair = pair_of(model)
     pair.first.prepare(lambda share: None)
     pair.nodes[1].channels[0].hang_up()
-    assert "node 1 at 127.0.0.1 has closed the connection" in pair.failure()
+    assert "node 1 at 127.0.0.1 has closed the connection" in failure(pair)
 
 
 def test_a_rank_of_another_node_that_fails_ends_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(model)
+    pair = pair_of(model)
     pair.first.prepare(lambda share: None)
 
     def fail(command: Command) -> None:
@@ -362,16 +351,16 @@ def test_a_rank_of_another_node_that_fails_ends_all(model: Path, monkeypatch: py
     runner: Any = pair.second._workers[0]._runner  # type: ignore[attr-defined]
     monkeypatch.setattr(runner, "carry_out", fail)
     pair.first.command(Command(id=1, action="sleep"))
-    assert "node 1 at 127.0.0.1: MemoryError: it is full" in pair.failure()
+    assert "node 1 at 127.0.0.1: MemoryError: it is full" in failure(pair)
 
 
 def test_a_command_that_one_node_alone_refuses_ends_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(model)
+    pair = pair_of(model)
     pair.first.prepare(lambda share: None)
     runner: Any = pair.second._workers[0]._runner  # type: ignore[attr-defined]
     monkeypatch.setattr(runner, "carry_out", lambda command: CommandDone(command.id, "there is no file"))
     pair.first.command(Command(id=1, action="profile_start"))
-    assert "a command was carried out by some ranks alone: there is no file" in pair.failure()
+    assert "a command was carried out by some ranks alone: there is no file" in failure(pair)
 
 
 class Wrong(NamedTuple):
@@ -388,13 +377,13 @@ class Wrong(NamedTuple):
 
 
 def test_nodes_that_sample_other_tokens_end_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(model)
+    pair = pair_of(model)
     pair.first.prepare(lambda share: None)
     runner: Any = pair.second._workers[0]._runner  # type: ignore[attr-defined]
     launch = runner.launch
     monkeypatch.setattr(runner, "launch", lambda plan: Wrong(launch(plan).wait()))
     pair.first.submit(plan(0))
-    assert "rank 0 sampled" in pair.failure()
+    assert "rank 0 sampled" in failure(pair)
 
 
 def test_a_node_that_cannot_prepare_ends_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +393,7 @@ def test_a_node_that_cannot_prepare_ends_the_start(model: Path, monkeypatch: pyt
 
     second: Any = None
     monkeypatch.setattr(ModelRunner, "prepare", fail)
-    pair = Pair(model, start=False)
+    pair = pair_of(model, start=False)
     second = pair.second._workers[0]._runner  # type: ignore[attr-defined]
     pair.start()
     with pytest.raises(EngineFailed, match=r"node 1 at .*: MemoryError: no graphs"):

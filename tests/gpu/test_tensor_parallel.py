@@ -31,12 +31,14 @@ from core.types import NO_TOKENS
 from gpu.build import NO_DRAFTS, NOTHING_BESIDE, Beside, Drafting, build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
+from gpu.nodes.join import Nodes
 from gpu.runner import ModelRunner
 from tests.rigs import draft_heads, gguf_file, lora, tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.draft_jobs import FEW, STOP, jobs, same
 from tests.rigs.drafting import Answer as Told
 from tests.rigs.driver import Answer, Driver
+from tests.rigs.nodes import Pair
 from tests.rigs.runner import GREEDY
 from tests.rigs.tiny_model import VOCAB
 from tests.rigs.wait import PATIENCE
@@ -58,11 +60,23 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu.executor.COMPARED", 1)
 
 
-def build(path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHING_BESIDE) -> LocalExecutor:
+def build(
+    path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHING_BESIDE, nodes: int = 1
+) -> LocalExecutor:
+    """Of all ranks, or node 0 of two."""
     config = ModelConfig(device="cpu", logit_processor=f"only={HERE}:only,broken={HERE}:broken")
-    beside = beside._replace(parallel=ParallelConfig(tp=tp))
     cache = CacheConfig(page_size=4, kv_tokens=4096)
-    made = build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None, beside)
+
+    def of(parallel: ParallelConfig, nodes: Nodes | None = None) -> LocalExecutor:
+        own = beside._replace(parallel=parallel, nodes=nodes)
+        return build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None, own)
+
+    if nodes == 1:
+        made = of(ParallelConfig(tp=tp))
+    else:
+        pair = Pair(lambda each: of(each.parallel, each), tp)
+        pair.start()
+        made = pair.first
     made.prepare(lambda share: None)
     return made
 
@@ -169,10 +183,12 @@ class Serving(NamedTuple):
     tokenizer: Tokenizer
     grammars: Compiler
 
-    async def answers(self, tp: int, drafting: Drafting = NO_DRAFTS, overlap: int = 1) -> list[Told]:
+    async def answers(
+        self, tp: int, drafting: Drafting = NO_DRAFTS, overlap: int = 1, nodes: int = 1
+    ) -> list[Told]:
         """Of a job of each kind, all at once."""
         schedule = ScheduleConfig(step_tokens=64, max_running=8, overlap_depth=overlap)
-        executor = build(self.path, tp, schedule, Beside(drafting))
+        executor = build(self.path, tp, schedule, Beside(drafting), nodes)
         caps = executor.capabilities
         scheduler = Scheduler(caps, CacheManager(caps.num_pages, caps.page_size), schedule, monotonic)
         engine = Engine(scheduler, executor, overlap, monotonic)
@@ -232,6 +248,15 @@ async def test_whatever_a_request_asks_for(
         same(told, want)
 
 
+async def test_whatever_a_request_asks_for_on_two_nodes(
+    one: list[Told], moe: Path, tokenizer: Tokenizer, grammars: Compiler
+) -> None:
+    drafting = Drafting(SpeculativeConfig(algorithm="ngram"))
+    serving = Serving(moe, tokenizer, grammars)
+    for told, want in zip(await serving.answers(2, drafting, nodes=2), one, strict=True):
+        same(told, want)
+
+
 async def test_drafts_that_end_on_rank_0_end_on_all(
     one: list[Told],
     moe: Path,
@@ -261,10 +286,10 @@ class Adapted:
         self.one = self.tokens(1, NO_DRAFTS)
         assert len(set(map(tuple, self.one))) == len(ADAPTERS)
 
-    def tokens(self, tp: int, drafting: Drafting) -> list[list[int]]:
+    def tokens(self, tp: int, drafting: Drafting, nodes: int = 1) -> list[list[int]]:
         """Of two requests for each."""
         schedule = ScheduleConfig(step_tokens=64, max_running=6)
-        driver = Driver(build(self._moe, tp, schedule, Beside(drafting, lora.LIMITS)), schedule)
+        driver = Driver(build(self._moe, tp, schedule, Beside(drafting, lora.LIMITS), nodes), schedule)
         for name in ADAPTERS[1:]:
             driver.load(name, self._directory / name)
         params = SamplingParams(temperature=0.0, max_tokens=12)
@@ -284,6 +309,10 @@ def adapted(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 def test_adapters_say_what_they_say_on_one_rank(adapted: Adapted, tp: int, drafting: Drafting) -> None:
     """Of attention, MLPs, experts, the embedding and the head; more than there are places for."""
     assert adapted.tokens(tp, drafting) == adapted.one
+
+
+def test_adapters_on_two_nodes(adapted: Adapted) -> None:
+    assert adapted.tokens(2, NO_DRAFTS, nodes=2) == adapted.one
 
 
 # -- what ends ranks, and what changes between steps --------------------------------------------------

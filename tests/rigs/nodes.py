@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TypeVar
 
 from bench.chaos.tiny import free_port
 from core.config import ParallelConfig
+from gpu.executor import LocalExecutor
+from gpu.nodes.follow import Follower
 from gpu.nodes.join import Nodes, join
 from tests.rigs.wait import PATIENCE
 
@@ -34,3 +37,18 @@ def joined(tp: int, nnodes: int) -> list[Nodes]:
     """Nodes that have found each other."""
     works = [lambda each=each: join(each, {}) for each in parallels(tp, nnodes)]
     return [each.result() for each in at_once(works)]
+
+
+class Pair:
+    """The executor of node 0 as `first`, and node 1 in a thread."""
+
+    def __init__(self, build: Callable[[Nodes], LocalExecutor], tp: int) -> None:
+        self.nodes = joined(tp, 2)
+        built = at_once([partial(build, each) for each in self.nodes])
+        self.first, self.second = (each.result() for each in built)
+
+    def start(self) -> None:
+        """Node 1 prepares from now on, and runs until node 0's executor is closed."""
+        pool = ThreadPoolExecutor(1)
+        self.ended = pool.submit(Follower(self.second, self.nodes[1].channels[0]).run)
+        pool.shutdown(wait=False)
