@@ -70,8 +70,10 @@ def load_cuda_modules_eagerly() -> None:
 
 
 def use_interface(name: str) -> None:
-    """Have NCCL connect and listen on this network interface alone. A variable that is set stays."""
+    """Have NCCL connect and listen on this network interface alone, and not offer its state at another port.
+    A variable that is set stays."""
     _default("NCCL_SOCKET_IFNAME", f"={name}")  # =: this very name, and not all that begin with it
+    _default("NCCL_RAS_ENABLE", "0")
 
 
 def _default(name: str, value: str) -> None:

@@ -43,8 +43,7 @@ class Follower:
             self._sender.start()
             self._follow()
             self._executor.close()
-            self._closed = True
-            self._arrived.set()
+            self._end_answers()
             self._sender.join()
         except NodeLost as lost:
             raise EngineFailed(self._failure or str(lost)) from lost
@@ -52,10 +51,16 @@ class Follower:
             self._channel.send(Failed(str(failed)))
             raise
         finally:
+            self._end_answers()
             self._channel.hang_up()
             self._channel.close()
         if self._failure:
             raise EngineFailed(self._failure)
+
+    def _end_answers(self) -> None:
+        """No result follows those that have arrived."""
+        self._closed = True
+        self._arrived.set()
 
     def _follow(self) -> None:
         """Until the end."""

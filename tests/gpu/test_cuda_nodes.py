@@ -14,7 +14,7 @@ import torch
 from app.process import FAILED
 from bench.chaos.tiny import dummy_model, flags, free_port
 from tests.rigs.process import Process, read_events, run_to_end, serving
-from tests.rigs.sockets import LOCALHOST, listening
+from tests.rigs.sockets import listening
 from tests.rigs.texts import texts
 from tests.rigs.wait import PATIENCE
 
@@ -44,7 +44,8 @@ async def test_two_nodes_say_what_one_gpu_says(more: tuple[str, ...], tmp_path: 
         expected = await texts(alone)
     with two_nodes(common) as (zero, one):
         assert await texts(zero) == expected
-        assert set(listening(zero.process.pid) + listening(one.process.pid)) == {LOCALHOST}
+        places = listening(zero.process.pid) + listening(one.process.pid)
+        assert not any(set(place) == {"0"} for place in places), "all interfaces"
         one.signal(signal.SIGTERM)
         zero.signal(signal.SIGTERM)
         assert (zero.wait(), one.wait()) == (0, 0)

@@ -303,6 +303,7 @@ def failure(pair: Pair) -> str:
     pair.first.close()
     with pytest.raises(EngineFailed):
         pair.ended.result(PATIENCE)
+    pair.second.close()  # a process would be gone
     return found.reason
 
 
