@@ -360,7 +360,7 @@ def test_a_command_that_one_node_alone_refuses_ends_all(model: Path, monkeypatch
     pair.first.prepare(lambda share: None)
     runner: Any = pair.second._workers[0]._runner  # type: ignore[attr-defined]
     monkeypatch.setattr(runner, "carry_out", lambda command: CommandDone(command.id, "there is no file"))
-    pair.first.command(Command(id=1, action="profile_start"))
+    pair.first.command(Command(id=1, action="sleep"))
     assert "a command was carried out by some ranks alone: there is no file" in failure(pair)
 
 
