@@ -30,7 +30,7 @@ def compared(step: int) -> bool:
     return (step + 1) % COMPARED == 0
 
 
-class Station(Protocol):
+class PlanWorker(Protocol):
     """Where plans are run: a rank of this process (`gpu.worker.Worker`), or all those of another node. It
     posts what it has ended in order, and a `StepFailure` when it is lost."""
 
@@ -52,12 +52,12 @@ class Station(Protocol):
         ...
 
 
-Elsewhere = Callable[[Callable[[Item], None], threading.Event], Station]
-"""Makes a station of what takes its items, and of the event that says that one has failed."""
+MakeWorker = Callable[[Callable[[Item], None], threading.Event], PlanWorker]
+"""Makes a worker of what takes its items, and of the event that says that one has failed."""
 
 
 class LocalExecutor:
-    """A worker for each rank of this process, and a station for each other node: all of them get every plan
+    """A worker for each rank of this process, and a worker for each other node: all of them get every plan
     and command.
 
     A step is answered by rank 0, when every rank has ended it; a failure of any rank is the executor's, and
@@ -71,7 +71,7 @@ class LocalExecutor:
         ranks: Sequence[Runner],
         capabilities: Capabilities,
         group: RankGroup | None = None,
-        nodes: Sequence[Elsewhere] = (),
+        nodes: Sequence[MakeWorker] = (),
     ) -> None:
         """`group` is how the ranks meet; None: they do not. `nodes` are the others, on node 0."""
         self._capabilities, self._group = capabilities, group
@@ -81,7 +81,7 @@ class LocalExecutor:
         self._over = False
         self._arrived: dict[tuple[bool, int], dict[int, StepResult | CommandDone]] = {}
         """What some ranks have ended and others have not, by rank: steps (False) and commands by number."""
-        self._workers: list[Station] = [
+        self._workers: list[PlanWorker] = [
             Worker(runner, partial(self._post, rank), self._failed, rank) for rank, runner in enumerate(ranks)
         ]
         for number, make in enumerate(nodes, len(ranks)):

@@ -11,7 +11,7 @@ from core.plan import StepFailure
 from core.types import NO_TOKENS
 from gpu.executor import LocalExecutor, compared
 from gpu.nodes.channel import Channel, NodeLost
-from gpu.nodes.wire import End, Failed, Order, OrderDone, Ready, Step, StepDone, plan_of
+from gpu.nodes.wire import CommandMessage, CommandReply, End, Failed, Ready, Step, StepDone, plan_of
 from gpu.worker import Item, Progress
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Follower:
                 case Step():
                     self._submitted += 1
                     self._executor.submit(plan_of(message))
-                case Order(command):
+                case CommandMessage(command):
                     self._executor.command(command)
                 case Failed(reason):
                     raise NodeLost(f"node 0: {reason}")
@@ -96,7 +96,7 @@ class Follower:
                 self._channel.send(Failed(reason))
                 self._channel.hang_up()
             case CommandDone():
-                self._channel.send(OrderDone(item))
+                self._channel.send(CommandReply(item))
             case _:
                 self._answered += 1
                 tokens = item.tokens if compared(item.step) else NO_TOKENS

@@ -13,14 +13,14 @@ from core.errors import EngineFailed
 from core.mailbox import Mailbox
 from core.plan import StepFailure, StepPlan, StepResult
 from gpu.nodes.channel import Channel, NodeLost
-from gpu.nodes.wire import End, Failed, Order, OrderDone, Ready, StepDone, step_of
+from gpu.nodes.wire import CommandMessage, CommandReply, End, Failed, Ready, StepDone, step_of
 from gpu.worker import JOIN_SECONDS, Item, Progress
 
 log = logging.getLogger(__name__)
 
 
 class RemoteNode:
-    """See `gpu.executor.Station`. A connection that ends is a failure, unless the node was told to end.
+    """See `gpu.executor.PlanWorker`. A connection that ends is a failure, unless the node was told to end.
 
     Owner: event loop; the underscored methods say which thread runs them.
     """
@@ -82,7 +82,7 @@ class RemoteNode:
         """Sending thread: until the plans end."""
         for plan in self._plans:
             if not self._failed.is_set():
-                self._channel.send(Order(plan) if isinstance(plan, Command) else step_of(plan))
+                self._channel.send(CommandMessage(plan) if isinstance(plan, Command) else step_of(plan))
         if self._failed.is_set():
             self._channel.hang_up()
         else:
@@ -97,7 +97,7 @@ class RemoteNode:
                     self.prepared.set_result(None)
                 case StepDone(step, tokens):
                     self._post(StepResult(step, tokens))
-                case OrderDone(done):
+                case CommandReply(done):
                     self._post(done)
                 case Failed(reason):
                     raise NodeLost(f"{self._channel.name}: {reason}")

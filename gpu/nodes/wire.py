@@ -56,7 +56,7 @@ class Step(Struct, frozen=True, tag=True):
     masked: tuple[int, ...] = ()
 
 
-class Order(Struct, frozen=True, tag=True):
+class CommandMessage(Struct, frozen=True, tag=True):
     """A command, to be carried out behind the plans sent so far."""
 
     command: Command
@@ -70,7 +70,7 @@ class StepDone(Struct, frozen=True, tag=True):
     tokens: Ints = NO_TOKENS
 
 
-class OrderDone(Struct, frozen=True, tag=True):
+class CommandReply(Struct, frozen=True, tag=True):
     """They have carried out a command."""
 
     done: CommandDone
@@ -86,10 +86,10 @@ class End(Struct, frozen=True, tag=True):
     """No plan follows: the node finishes those it has, and ends."""
 
 
-Message = Hello | Welcome | Least | Ready | Step | Order | StepDone | OrderDone | Failed | End
+Message = Hello | Welcome | Least | Ready | Step | CommandMessage | StepDone | CommandReply | Failed | End
 
 
-class Elsewhere:
+class RemoteGrammar:
     """In place of a grammar whose matchers are on node 0."""
 
     warnings: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Elsewhere:
         raise AssertionError("rank 0 alone has matchers")
 
 
-ELSEWHERE = Elsewhere()
+REMOTE_GRAMMAR = RemoteGrammar()
 
 
 class Array(NamedTuple):
@@ -123,7 +123,7 @@ def plan_of(step: Step) -> StepPlan:
     if not step.masked:
         return step.plan
     new_slots = tuple(
-        msgspec.structs.replace(new, grammar=ELSEWHERE) if new.slot in step.masked else new
+        msgspec.structs.replace(new, grammar=REMOTE_GRAMMAR) if new.slot in step.masked else new
         for new in step.plan.new_slots
     )
     return msgspec.structs.replace(step.plan, new_slots=new_slots)

@@ -28,7 +28,7 @@ pytestmark = [
 def two_nodes(common: list[str]) -> Iterator[tuple[Process, Process]]:
     common = [*common, "--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     second = [*common, "--node-rank", "1", "--base-gpu-id", "1"]
-    with serving(*common) as zero, serving(*second) as one:
+    with serving(*common, own=True) as zero, serving(*second, own=True) as one:
         yield zero, one
 
 
@@ -40,7 +40,7 @@ def gpu_flags(path: Path, dtype: str) -> list[str]:
 async def test_two_nodes_say_what_one_gpu_says(more: tuple[str, ...], tmp_path: Path) -> None:
     """In float32; with graphs, without, and with drafts, whose number is settled by measurement."""
     common = [*gpu_flags(tmp_path, "float32"), *more]
-    with serving(*common) as alone:
+    with serving(*common, own=True) as alone:
         expected = await texts(alone)
     with two_nodes(common) as (zero, one):
         assert await texts(zero) == expected

@@ -29,7 +29,7 @@ from gpu.nodes.channel import Channel, NodeLost
 from gpu.nodes.gloo import gloo_ranks
 from gpu.nodes.join import Nodes, join, listen
 from gpu.nodes.nccl import interface_of
-from gpu.nodes.wire import ELSEWHERE, message_of, pack, plan_of, step_of, unpack
+from gpu.nodes.wire import REMOTE_GRAMMAR, message_of, pack, plan_of, step_of, unpack
 from gpu.ranks import Rank
 from gpu.runner import ModelRunner
 from tests.rigs import tiny_model
@@ -77,7 +77,7 @@ def test_a_plan_is_the_same_behind_its_way() -> None:
     )
     message = message_of(pack(step_of(plan)))
     found = plan_of(message)  # type: ignore[arg-type]
-    assert [new.grammar for new in found.new_slots] == [ELSEWHERE, None]
+    assert [new.grammar for new in found.new_slots] == [REMOTE_GRAMMAR, None]
     assert pack(step_of(found)) == pack(step_of(plan))
     assert found.chunks[0].embeds is not None and found.chunks[0].embeds.tolist() == embeds.tolist()
     assert found.new_slots[0].params == params

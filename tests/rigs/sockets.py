@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 LOCALHOST = "0100007F"
@@ -11,7 +12,10 @@ LOCALHOST = "0100007F"
 
 def listening(process: int) -> list[str]:
     """Addresses of the TCP sockets that a process listens on, in the kernel's hexadecimal."""
-    own = {os.readlink(each.path) for each in os.scandir(f"/proc/{process}/fd") if each.is_symlink()}
+    own = set()
+    for each in os.scandir(f"/proc/{process}/fd"):
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            own.add(os.readlink(each.path))
     tables = [Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table]
     listen = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
