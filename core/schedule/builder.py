@@ -47,6 +47,11 @@ class PlanBuilder:
         self._new: list[NewSlot] = []
         self._writes: list[tuple[Ints, Ints, Ints]] = []
 
+    @property
+    def full(self) -> bool:
+        """Whether there is room for one chunk at most, of any size."""
+        return self.room <= 0 or len(self._chunks) + 1 == self._max_chunks
+
     def __bool__(self) -> bool:
         return bool(self._decode or self._chunks)
 

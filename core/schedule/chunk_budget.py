@@ -37,8 +37,8 @@ class _Spent(NamedTuple):
 class ChunkBudget:
     """Keeps streams fluent while prompts are computed. In steps with decode rows
 
-    size   chunks are the largest with which a step takes at most `--itl-target`: that is the gap between two
-           tokens of each row
+    size   a step takes at most `--itl-target`: that is the gap between two tokens of each row. Of the sizes
+           that do, chunks have the one that makes the most prompt tokens a second
     share  between steps with chunks come steps without, so that prompts take at most the share
 
                weight * prompts / (weight * prompts + rows)
@@ -82,11 +82,12 @@ class ChunkBudget:
         if self._account < 0:
             return 0
         chunks = self._sizes - rows
-        pairs = chunks * (start + chunks / 2)
-        seconds = self._scale * (self._seconds[self._sizes] + self._excess + self._pair * pairs)
-        fitting = chunks[(chunks > 0) & (seconds <= self._target)]
-        most = int(fitting[-1]) if len(fitting) else 0
-        return min(room, max(most, LEAST_CHUNK))
+        alone = self._seconds[self._sizes] + self._excess
+        seconds = self._scale * (alone + self._pair * chunks * (start + chunks / 2))
+        # Without attention's: a prompt has as many pairs of queries and keys whatever its chunks.
+        rates = np.where((chunks > 0) & (seconds <= self._target), chunks / alone, 0.0)
+        best = int(rates.argmax())
+        return min(room, max(int(chunks[best]) if rates[best] else 0, LEAST_CHUNK))
 
     def spend(self, plan: PlanBuilder) -> None:
         """A step was planned."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
 from core.cache.hold import Hold
-from core.cache.manager import CacheManager
+from core.cache.manager import CacheManager, Match
 from core.executor import Capabilities
 from core.plan import Chunk, NewSlot
 from core.request import Pinning, Request, State
@@ -22,9 +22,19 @@ from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
 from core.types import Floats, Ints
 
+OVERTAKING = 16
+"""Waiting requests that are considered for what a long prompt leaves of a step."""
+MATCHED = 32_768
+"""Tokens of them that are looked up in the tree, in 0.1 ms."""
+
 
 class Prefills:
     """Requests whose prompt is not yet planned to its end, and admission from the queue.
+
+    Prompts are computed in the order of the policy. One that is too long for a step gets at least half of it:
+    shorter ones behind it, of no lower priority, overtake it if the other half holds all that is left of
+    them. None is overtaken for longer than that first one takes: then it is the first itself, and those
+    behind it wait for its pages.
 
     A chunk's full pages enter the tree as soon as it is planned: stream order makes them readable for every
     later plan, and for later rows of this one too, because a layer stores the whole step's K and V before
@@ -73,14 +83,34 @@ class Prefills:
         done: list[Request] = []
         remaining: list[tuple[Request, Ints]] = []
         self.admitted = []
-        for request, tokens in chain(self._under_way, self._admit(builder)):
-            if not self._chunk(builder, request, tokens):
+        under_way = iter(self._under_way)
+        for request, tokens in chain(under_way, self._admit(builder)):
+            if self._left(request, tokens) > builder.room:
                 remaining.append((request, tokens))
-            elif request.params.max_tokens > 0:
-                request.move(State.DECODE)
-                done.append(request)
+                break
+            self._chunk(builder, request, tokens)
+            done.append(request)
+        if remaining:
+            first, room = remaining[0][0], builder.room
+            builder.room //= 2
+            for request, tokens in chain(under_way, self._overtaking(builder, first)):
+                if builder.full or self._left(request, tokens) > builder.room:
+                    remaining.append((request, tokens))
+                else:
+                    room -= self._left(request, tokens)
+                    self._chunk(builder, request, tokens)
+                    done.append(request)
+            builder.room = room
+            self._chunk(builder, *remaining[0])
         self._under_way = remaining
+        done = [request for request in done if request.params.max_tokens > 0]
+        for request in done:
+            request.move(State.DECODE)
         return done
+
+    def _left(self, request: Request, tokens: Ints) -> int:
+        """Tokens of a prompt that are not planned yet."""
+        return len(tokens) - int(self._table.least[request.slot])
 
     def _first_start(self) -> int:
         """Tokens before the next chunk of the first prompt under way."""
@@ -103,6 +133,25 @@ class Prefills:
                 return
             yield request, tokens
 
+    def _overtaking(self, builder: PlanBuilder, first: Request) -> Iterator[tuple[Request, Ints]]:
+        """Admit waiting requests whose whole prompts fit beside that of `first`, until there are no pages for
+        one: none while a preempted request waits for its own."""
+        matched = 0
+        candidates = () if builder.full else islice(self._policy(self._waiting), OVERTAKING)
+        for request in candidates:
+            matched += request.num_tokens
+            if builder.full or not self._table.free or request.retractions or matched > MATCHED:
+                return
+            place = self.places.find(request)
+            if place is None or request.priority < first.priority:
+                continue
+            tokens = request.tokens()
+            match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
+            if len(tokens) - match.tokens <= builder.room:
+                if not self._try_reserve(builder, request, place, match):
+                    return
+                yield request, tokens
+
     def _try_start(self, builder: PlanBuilder, request: Request, place: int) -> Ints | None:
         """Give the request its pages and slot, or leave everything as it is and return None. `place` is that
         of its adapter."""
@@ -110,9 +159,14 @@ class Prefills:
         match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
         if self._fits(len(tokens) - match.tokens, builder.room) == 0:
             return None
+        return tokens if self._try_reserve(builder, request, place, match) else None
+
+    def _try_reserve(self, builder: PlanBuilder, request: Request, place: int, match: Match) -> bool:
+        """The same, of a request whose cached prefix is `match`. Returns whether it has them."""
+        tokens = request.tokens()
         hold = self._cache.try_reserve(match, len(tokens), self._spare(request))
         if hold is None:
-            return None
+            return False
         self._waiting.remove(request)
         request.move(State.PREFILL)
         request.since = builder.now
@@ -140,7 +194,7 @@ class Prefills:
             hold.pages,
         )
         self.admitted.append(request)
-        return tokens
+        return True
 
     def would_fit(self, request: Request, gone: Collection[Request] = ()) -> bool:
         """Whether there would be a slot and pages for `request` without the requests in `gone`."""

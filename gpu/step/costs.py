@@ -21,6 +21,10 @@ REPEATS: Final = 3
 """Launches of a size, one behind the other: the first one waits for the host."""
 SECONDS: Final = 0.6
 """Sizes that are left by then are not measured: a table's line leads to them."""
+EACH: Final = 2.0
+"""Times `SECONDS` in which each size of chunks is measured: of an 8B on an H200 those of up to some 2,500
+tokens, among which `--itl-target` chooses. Products take whole waves of tiles, by 128 or 256 rows, so that no
+line leads from one size to the next."""
 FAR: Final = 4096
 """Tokens of a prompt before the chunk whose attention is measured."""
 SPACING: Final = 1.4
@@ -88,9 +92,10 @@ def measure_chunks(
 ) -> ChunkCosts:
     """The costs of steps of one prompt chunk by its tokens, and of its attention by queries and keys: what a
     chunk takes longer far behind the beginning of its prompt. `launch` and `late` as `measure_costs` has
-    them. Takes at most `SECONDS` and a few of the longest steps."""
+    them. Takes at most (1 + `EACH`) `SECONDS` and a few of the longest steps."""
     context = shape.pages * shape.page_size
-    deadline = monotonic() + SECONDS
+    spaced = monotonic() + EACH * SECONDS
+    deadline = spaced + SECONDS
 
     def seconds(tokens: int, start: int = 0) -> float:
         def chunk(turn: int) -> StepPlan:
@@ -101,9 +106,12 @@ def measure_chunks(
 
     sizes = [size for size in mixed_sizes(shape.tokens) if size <= context] or [min(shape.tokens, context)]
     measured: dict[int, float] = {}
-    for size in _spaced(sizes):
-        if len(measured) > 1 and late(deadline):
-            break
+    for size in sizes:
+        if len(measured) > 1:
+            if late(deadline):
+                break
+            if late(spaced) and size < SPACING * max(measured) and size != sizes[-1]:
+                continue
         measured[size] = seconds(size)
     own = max((size for size in measured if 2 * size <= context), default=0)
     start = min(context - own, FAR)

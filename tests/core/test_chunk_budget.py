@@ -61,6 +61,15 @@ def test_chunks_beside_rows_are_the_largest_that_fit() -> None:
     h.check(long)
 
 
+def test_chunks_beside_rows_have_the_size_of_most_tokens_a_second() -> None:
+    """Products take whole waves of tiles: 400 tokens fit into the target, and take a wave more than 384."""
+    waves = tuple(1e-3 + 0.016 * -(-size // 128) for size in SIZES)
+    h = harness(80.0, ChunkCosts(CostTable(SIZES, waves), 0.0))
+    decoding(h)
+    h.request(range(1, 1201), 4)
+    assert plans(h)[0].num_tokens == 381, "380 in whole pages of 4, beside a row"
+
+
 def test_prompts_alone_fill_their_steps() -> None:
     h = harness()
     h.request(range(1, 601), 4)

@@ -6,7 +6,7 @@ import pytest
 
 from core.config import CacheConfig
 from core.errors import ContextExceeded, Overloaded, RequestError
-from core.request import State
+from core.request import Request, State
 from core.types import FinishReason, RootKey
 from tests.rigs.executor import oracle
 from tests.rigs.scheduler import Harness
@@ -56,6 +56,60 @@ def test_long_prompts_are_cut_at_pages_and_sample_only_at_the_end() -> None:
     assert [c.samples for c in chunks] == [False, False, False, True]
     assert [c.target for c in chunks] == [16, 32, 48, -1]
     h.check(request)
+
+
+def chunks_of(h: Harness, request: Request) -> list[int]:
+    """Tokens that each step so far computed of a prompt; its slot is not taken by another."""
+    return [sum(len(c.tokens) for c in plan.chunks if c.slot == request.slot) for plan in h.executor.plans]
+
+
+def test_short_prompts_overtake_a_long_one_within_half_of_each_step() -> None:
+    h = Harness(depth=0, step_tokens=16, pages=200)
+    long = h.request(range(80), max_tokens=1)
+    h.turn()
+    others = [h.request(range(i, i + n), max_tokens=1) for i, n in ((10, 40), (20, 6), (30, 12), (40, 2))]
+    h.turn()
+    assert chunks_of(h, long) == [16, 8]
+    assert {others[1].id, others[3].id} <= h.finishes.keys(), "6 and 2 tokens fit into the other 8"
+    assert others[0].state is others[2].state is State.WAITING
+    h.turn()
+    assert chunks_of(h, long) == [16, 8, 16], "nobody fits into a half: all is its own"
+    h.run()
+    for request in (long, *others):
+        h.check(request)
+
+
+def test_nobody_is_overtaken_for_longer_than_the_first_prompt_takes() -> None:
+    h = Harness(depth=0, step_tokens=16, pages=200)
+    first, second = (h.request(range(i, i + 64), max_tokens=1) for i in (0, 9))
+    ended = {}
+    for turn in range(1, 31):
+        h.request([90, turn, 3, 4, 5], max_tokens=1)
+        h.turn()
+        ended |= {request: turn for request in (first, second) if request.id in h.finishes} | ended
+    assert ended[first] <= 64 / 8 and ended[second] <= 2 * 64 / 8
+    h.run()
+
+
+def test_a_lower_priority_overtakes_nobody() -> None:
+    h = Harness(depth=0, step_tokens=16, pages=200, order="priority")
+    h.request(range(48), max_tokens=1, priority=1)
+    h.request([70, 71, 72], max_tokens=1, priority=0)
+    equal = h.request([80, 81, 82], max_tokens=1, priority=1)
+    h.turn()
+    assert list(h.finishes) == [equal.id]
+    h.run()
+
+
+def test_a_long_prompt_keeps_a_chunk_of_the_step() -> None:
+    h = Harness(depth=0, step_tokens=16, pages=200, chunks=3)
+    long = h.request(range(40), max_tokens=1)
+    for i in range(6):
+        h.request([60 + i], max_tokens=1)
+    h.turn()
+    (plan,) = h.executor.plans
+    assert len(plan.chunks) == 3 and chunks_of(h, long) == [12]
+    h.run()
 
 
 def test_steps_smaller_than_a_page_still_come_through() -> None:
