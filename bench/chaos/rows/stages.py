@@ -14,8 +14,7 @@ from bench.chaos.faults import STAGES
 from bench.chaos.row import Outcome
 from bench.chaos.server import POLL_INTERVAL, STALLED_POLLS
 
-TOKENS = 200
-BODY: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+BODY: dict[str, Any] = {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
 FORM = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     b'--x\r\nContent-Disposition: form-data; name="file"; filename="b.jsonl"\r\n\r\n{}\r\n--x--\r\n'
@@ -32,7 +31,8 @@ async def stages(bench: Bench) -> Outcome:
     """Affected requests get an error; none hangs, and none ends short with a regular finish reason."""
     outcome = Outcome()
     prompts = [f"stage {i} " * (1 + i % 3) for i in range(bench.count(40, 6))]
-    alone = [await post(bench.port, TEXT, {**BODY, "prompt": prompt}) for prompt in prompts]
+    own = {**BODY, "max_tokens": _tokens(bench)}
+    alone = [await post(bench.port, TEXT, {**own, "prompt": prompt}) for prompt in prompts]
     expected = [answer.tokens for answer in alone]
     for stage in STAGES:
         if not bench.server.alive:
@@ -47,8 +47,8 @@ async def _stage(bench: Bench, outcome: Outcome, stage: str, expected: dict[str,
     ends: Counter[str] = Counter()
 
     async def stream(prompt: str) -> None:
-        answer = await post(bench.port, TEXT, {**BODY, "prompt": prompt, "stream": True})
-        ends[_end(answer, expected[prompt])] += 1
+        own = {**BODY, "max_tokens": _tokens(bench), "prompt": prompt, "stream": True}
+        ends[_end(await post(bench.port, TEXT, own), expected[prompt])] += 1
 
     streams = [asyncio.create_task(stream(prompt)) for prompt in expected]
     while (await bench.server.call("progress"))["running"] < len(streams) and not ends:
@@ -79,7 +79,8 @@ async def hang(bench: Bench) -> Outcome:
     prompts = [f"hang {i} " for i in range(bench.count(40, 6))]
 
     async def stream(prompt: str) -> None:
-        ends[_end(await post(bench.port, TEXT, {**BODY, "prompt": prompt, "stream": True}), [])] += 1
+        own = {**BODY, "max_tokens": _tokens(bench), "prompt": prompt, "stream": True}
+        ends[_end(await post(bench.port, TEXT, own), [])] += 1
 
     streams = [asyncio.create_task(stream(prompt)) for prompt in prompts]
     while (await bench.server.call("progress"))["running"] < len(streams):
@@ -102,6 +103,11 @@ async def hang(bench: Bench) -> Outcome:
     code = await bench.server.ended()
     outcome.expect(code == HUNG, f"exit code {code}, expected {HUNG}")
     return outcome
+
+
+def _tokens(bench: Bench) -> int:
+    """Of an answer: still under way when a fault is injected."""
+    return bench.count(200, 80)
 
 
 async def _probe(bench: Bench, stage: str) -> Answer:
@@ -161,7 +167,7 @@ async def _after(
         if stuck:
             await bench.server.kill()
             return "healthy, but stuck"
-        answer = await post(bench.port, TEXT, {**BODY, "prompt": prompt})
+        answer = await post(bench.port, TEXT, {**BODY, "max_tokens": _tokens(bench), "prompt": prompt})
         tokens = answer.tokens if answer.status == 200 else answer.body[-200:]
         outcome.expect(tokens == expected[prompt], f"{stage}: a request after it gets {tokens!r}")
         return "goes on"
