@@ -258,7 +258,7 @@ class Prefills:
                 logprobs=request.params.prompt_logprobs if wants else -1,
                 logprobs_start=request.logprobs_from,
                 target=-1 if last else int(tokens[end]),
-                hidden=_hidden(request.params.hidden, start, end, hidden_start, last),
+                hidden=_hidden(request, start, end, hidden_start, last),
                 hidden_start=hidden_start,
                 pair=request.params.pair,
                 logprob_ids=request.params.prompt_logprob_ids if wants else (),
@@ -297,11 +297,14 @@ def _hidden_from(request: Request) -> int:
     return request.num_tokens - 1 if request.output else request.hidden_from
 
 
-def _hidden(asked: Hidden, start: int, end: int, owed: int, last: bool) -> Hidden:
-    """The hidden states that a chunk has to return of those that were requested."""
-    match asked:
+def _hidden(request: Request, start: int, end: int, owed: int, last: bool) -> Hidden:
+    """The hidden states that a chunk has to return of those that were requested. Once there is output, those
+    of the prompt alone were returned before: a preempted request computes it again."""
+    match asked := request.params.hidden:
         case "last":
-            due = last
+            due = last and not request.output
+        case "sum":
+            due = end > owed and not request.output
         case "first":
             due = start == owed == 0
         case _:

@@ -61,14 +61,19 @@ def test_retraction_gives_nothing_twice(depth: int, turns: int) -> None:
     harness = Harness(depth=depth, step_tokens=16)
     request = harness.request(A, 8, hidden="all")
     total = harness.request(B, 0, hidden="sum")
+    of_prompts = [harness.request(B, 6, hidden=kind) for kind in ("sum", "last", "first")]
     for _ in range(turns):
         harness.turn()
     harness.scheduler.retract_all()
     harness.run()
     harness.check(request)
     assert given(harness, request) == everything(harness, request)
-    sums = np.concatenate(total.hidden).sum(0)
-    assert sums.tolist() == np.sum(states(B), axis=0).tolist()
+    answering, last, first = of_prompts
+    for each in (total, answering):
+        sums = np.concatenate(each.hidden).sum(0)
+        assert sums.tolist() == np.sum(states(B), axis=0).tolist()
+    assert given(harness, last) == states(B)[-1:]
+    assert given(harness, first) == states(B)[:1]
 
 
 def test_the_last_token_is_found_behind_a_cached_prefix() -> None:
