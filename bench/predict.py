@@ -13,7 +13,7 @@ and with `--itl-target 50`:
     8B                 3,667 (3,767)    6,030 (6,187)    39,518 (39,300)    19,491 (18,733)
     30B-A3B            1,993            7,253            60,632             20,897
 
-The p99 gap between tokens of the 8B is predicted to be 50 ms at most; measured were 48 to 51.
+The predicted p99 inter-token latency of the 8B is at most 50 ms; the measured one was 48 to 51 ms.
 
 Bias: delivery costs no time, so short512 is predicted 6 to 9% too fast; no cascade attention, so `shared` is
 not predicted; every output has its full length.

@@ -67,7 +67,7 @@ class Outbox(Generic[T]):
                 self.wake()
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake` from now on; at once where an item came before."""
+        """Set the function that `put` calls. Calls it at once if items have already arrived."""
         self.wake = wake
         if self._items:
             wake()

@@ -32,7 +32,7 @@ def of_torchrun(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def hosted_by_torchrun(parallel: ParallelConfig) -> bool:
-    """Whether torchrun holds the store at `--dist-init-addr` already."""
+    """Whether torchrun already serves the rendezvous store at `--dist-init-addr`."""
     return read("TORCHELASTIC_USE_AGENT_STORE") == "True" and address(parallel.dist_init_addr) == (
         read("MASTER_ADDR"),
         _number("MASTER_PORT"),
@@ -66,7 +66,7 @@ def check_nodes(parallel: ParallelConfig) -> None:
 
 
 def address(text: str) -> tuple[str, int]:
-    """Host and port of `--dist-init-addr`. Raises `ConfigError` for one that names no single address."""
+    """Host and port of `--dist-init-addr`. Raises `ConfigError` unless it is HOST:PORT with one address."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not port.isdecimal() or not 0 < int(port) < 2**16 or host in ANYWHERE:

@@ -94,9 +94,14 @@ NO_DRAFTS = Drafting(SpeculativeConfig(algorithm="none"))
 
 
 class Beside(NamedTuple):
-    """What runs beside the model: drafts, LoRA adapters (None: none can be loaded), other replicas, of
-    which this one has the number `replica`, and the `nodes` that have the other ranks of this one (None: they
-    are all in this process)."""
+    """What runs beside the model.
+
+    drafting  speculative decoding
+    adapters  limits of LoRA adapters; None: none can be loaded
+    parallel  ranks and replicas
+    replica   number of this replica
+    nodes     the processes that have this replica's other ranks; None: all ranks are in this process
+    """
 
     drafting: Drafting = NO_DRAFTS
     adapters: AdapterLimits | None = None

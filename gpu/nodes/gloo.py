@@ -92,7 +92,8 @@ class GlooRank(Rank):
         self._wait(self.member.broadcast([data], self._from_first))
 
     def _wait(self, work: Work) -> None:
-        """Until an exchange is done. Raises `EngineFailed` when a process is gone or the group is aborted."""
+        """Wait for a collective to finish. Raises `EngineFailed` if another process has exited or the group
+        was aborted."""
         while not work.is_completed():
             self._nodes.check()
             with suppress(RuntimeError):  # not yet, or never: see below

@@ -200,8 +200,8 @@ def _differences(ours: Mapping[str, str], theirs: Mapping[str, str], node: int) 
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address. Raises `ConfigError` for a name that stands for all interfaces,
-    and `OSError`."""
+    """Open a socket that listens on one address. Raises `ConfigError` if `host` means all interfaces, such as
+    0.0.0.0, and `OSError` if the address cannot be bound."""
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ip_address(str(place[0]).partition("%")[0]).is_unspecified:
         raise ConfigError(f"--dist-init-addr: {host} is all interfaces. Name one of node 0's addresses.")

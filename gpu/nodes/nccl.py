@@ -36,8 +36,8 @@ class NcclGroup(NodeGroup):
         self._nccl = nccl
 
     def abort(self, reason: str) -> None:
-        """See `NodeGroup.abort`. In a thread: NCCL may wait for its kernels to end, and others for the
-        caller."""
+        """See `NodeGroup.abort`. NCCL's abort may block until its kernels end, so it runs in a thread of its
+        own: the caller holds a lock that other threads need."""
         super().abort(reason)
         threading.Thread(target=self._nccl.abort, name="loom-nccl-abort", daemon=True).start()
 
@@ -77,13 +77,14 @@ def nccl_ranks(nodes: Nodes, device: torch.device) -> tuple[NcclGroup, Sequence[
         nccl = backend.ProcessGroupNCCL(store, own.shard.rank, own.shard.ranks, options)
         group = NcclGroup(nodes, nccl)
         rank = NcclRank(group, own, nccl)
-        rank.gather(torch.zeros(1, 1, device=device))  # connects: a capture could not
+        # NCCL connects at the first collective, which must not be captured.
+        rank.gather(torch.zeros(1, 1, device=device))
         torch.cuda.synchronize(device)
     return group, [rank]
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where there is none, or this is not Linux."""
+    """Return the name of the network interface with this IPv4 address, or None if no interface has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:

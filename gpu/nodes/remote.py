@@ -64,7 +64,8 @@ class RemoteNode:
         return True
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Either thread. Whatever it raises means that the node is lost: others wait for its results."""
+        """Run either thread. Any exception is reported as a lost node, because the executor waits for the
+        node's results."""
         try:
             work()
         except BaseException as error:

@@ -1,8 +1,8 @@
 """What nodes say to each other: msgpack of the records below, checked against their types. Nothing is
 unpickled.
 
-A plan has no matchers on its way: rank 0 alone steps them, and the others only know which slots have one
-(`gpu.grammar.ranks`).
+Grammars are not sent with a plan. Only rank 0 runs grammar matchers; the other ranks need to know which slots
+have one (`gpu.grammar.ranks`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operations of a rank on a GPU whose peers are in other processes: sums over ranks between kernels."""
+"""Operations of a GPU rank whose peers are in other processes: all-reduces run between kernels."""
 
 from __future__ import annotations
 

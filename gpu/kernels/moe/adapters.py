@@ -209,7 +209,7 @@ def add_pair_delta(
     DELTA: tl.constexpr,
     SWAP: tl.constexpr,
 ) -> tl.tensor:
-    """`acc` [rows, cols], with SWAP [cols, rows], and the delta of the pairs at `index`, by their `adapter`.
+    """Add the deltas of the pairs at `index`, by `adapter`, to `acc` [rows, cols], with SWAP [cols, rows].
     `cols` are outputs, all of part `part` of them (gate 0, up 1) or each of one of a vector; those from
     `last` on have no weights. `count` is how many pairs `h` has room for."""
     R: tl.constexpr = DELTA.rank
