@@ -2,11 +2,11 @@
 
     python -m bench.spec --cases '8b-accept3-*,8b-accept1-*' [--seconds 500] [flags of both servers]
 
-A server with and one without speculation are started for each setup (`bench.spec.cases`), by default both
-on one GPU, and measured in turn: without, with, with, without. A wave of requests, one of each client (of
-data at least 16), is one measurement; a short one before the first warms each server up. `speedup` is the
-median over pairs of waves of the ratio of their output tokens per second, prefill included. Setups that fit
-only once, and all with --apart, run all cases on one server and then on the other. After each case the
+A server with and one without speculation are started for each setup (`bench.spec.cases`), by default both on
+one GPU, and measured in turn: without, with, with, without. A wave of requests, one of each client (of data
+four, and at least 16), is one measurement; a short one before the first warms each server up. `speedup` is
+the median over pairs of waves of the ratio of their output tokens per second, prefill included. Setups that
+fit only once, and all with --apart, run all cases on one server and then on the other. After each case the
 results are written: a list of objects with `name`, `speedup` and `accept_len`, where those of this run
 replace older ones of the same name.
 
