@@ -82,6 +82,8 @@ class DraftBudget:
         """Prompt tokens of the last step."""
         self._times = StepTimes()
         self._cap = MOST_CREDIT
+        self._trial = 0.0
+        """Price of a try, when one was last thought of."""
         self.acceptance = Acceptance(most)
         self._verified: list[Verified] = []
         self._steps = 0
@@ -102,7 +104,7 @@ class DraftBudget:
         if self._costs is None:
             return Grant(most if self._proposed else 0, self.most, able, proposes=True)
         trial = Grant(min(most, max(self.most, PROBE, rows // 2)), self.most, able, proposes=True)
-        price = self._price(trial, rows, 0)
+        price = self._trial = self._price(trial, rows, 0)
         if not self._affords(price):
             return NO_DRAFTS
         drafts, gain = self._choose(rows, able, most)
@@ -179,7 +181,8 @@ class DraftBudget:
             return
         self._times.planned(grant.drafts > 0)
         price = self._price(grant, rows, prompts)
-        self._cap = max(MOST_CREDIT, STEPS_OF_CREDIT * price)
+        # A dear try is saved for like any other: with less room than its price there would never be one.
+        self._cap = max(MOST_CREDIT, STEPS_OF_CREDIT * price, self._trial)
         self._account = min(self._account + ALLOWANCE, self._cap) - price
 
     def learn(self, grant: Grant, rows: int, prompts: int, result: StepResult, busy_at: float = 0.0) -> None:

@@ -100,7 +100,12 @@ class StepTimes:
             self._due = LOOK if self._felt else 0
 
     def _resize(self, rows: int) -> None:
-        """Learn anew, of steps of `rows` rows; what is known counts until then."""
+        """Learn anew, of steps of `rows` rows; what is known counts until then. Of fewer rows it is less, in
+        proportion: the host writes each row's tokens. Else drafts that were dear for 64 clients would never
+        be tried for the one that is left."""
+        if rows < self._rows:
+            share = rows / self._rows
+            self._plain, self.more = self._plain * share, self.more * share
         self._rows, self._weights, self._drafted = rows, [1.0, 1.0], 0
         self.interrupted()
         self._due = max(self._due, LOOK if self._felt else 0)
