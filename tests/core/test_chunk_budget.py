@@ -71,7 +71,7 @@ def test_chunks_beside_rows_have_the_size_of_most_tokens_a_second() -> None:
 
 
 def test_a_larger_chunk_is_preferred_to_one_that_is_a_trifle_quicker() -> None:
-    """What was measured errs by more than a percent, and each step costs the host and the device something."""
+    """What was measured errs by more than a percent, and each step costs something beside its tokens."""
     trifle = tuple(1e-3 * size * (0.99 if size == 128 else 1.0) for size in SIZES)
     h = harness(300.0, ChunkCosts(CostTable(SIZES, trifle), 0.0))
     decoding(h)
