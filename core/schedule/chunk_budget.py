@@ -17,9 +17,10 @@ take longer than the target."""
 LEAST_SECONDS: Final = 1e-6
 """Minimum seconds of a step."""
 NEARLY: Final = 0.97
-"""Of the most prompt tokens a second: a larger chunk is preferred down to here. As measured, sizes differ by a
-percent or two, and each step takes some 2.8 ms that were not: of an 8B with 32 prompts of 4,096 tokens, chunks
-of 1,024, ahead by a trifle when measured, had 9.9% fewer tokens a second than those of 8,192; of 1,792 7.0%."""
+"""Of the most prompt tokens a second: a larger chunk is preferred down to here. As measured, sizes differ by
+a percent or two, and each step takes some 2.8 ms that were not: of an 8B with 32 prompts of 4,096 tokens,
+chunks of 1,024, ahead by a trifle when measured, had 9.9% fewer tokens a second than those of 8,192; of 1,792
+7.0%."""
 SPACING: Final = 512
 """Tokens between the sizes that are considered beyond the measured ones."""
 LEARNING: Final = 1 / 8
