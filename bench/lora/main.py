@@ -300,6 +300,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases = chosen(args.cases)
     except ValueError as error:
         parse.error(str(error))
+    if args.tmp is not None:
+        args.tmp.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.tmp) as folder:
         args.tmp = Path(folder)
         if not run(cases, args, flags, Path(folder)):
