@@ -28,8 +28,9 @@ DATA_WORDS = 1_000
 DATA_REQUESTS = 16
 """Of a wave of data, at least: answers differ in how well they are drafted."""
 DATA_ROUNDS = 4
-"""Requests of each client in a wave of data. In waves of one request each, of a small model's short answers,
-the same case took from 0.71 to 1.22: the start, and the end where few streams still run, were half of it."""
+"""Requests per client in a wave of real prompts. With one request per client, start-up and the tail with few
+running streams took half of the time of a small model's wave, and speed-ups of one case varied from 0.71 to
+1.22."""
 _COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 _SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 

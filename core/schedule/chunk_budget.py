@@ -16,11 +16,11 @@ LEAST_CHUNK: Final = 64
 take longer than the target."""
 LEAST_SECONDS: Final = 1e-6
 """Minimum seconds of a step."""
-NEARLY: Final = 0.97
-"""Of the most prompt tokens a second: a larger chunk is preferred down to here. As measured, sizes differ by
-a percent or two, and each step takes some 2.8 ms that were not: of an 8B with 32 prompts of 4,096 tokens,
-chunks of 1,024, ahead by a trifle when measured, had 9.9% fewer tokens a second than those of 8,192; of 1,792
-7.0%."""
+NEAR_BEST: Final = 0.97
+"""The largest chunk size is chosen whose measured prompt tokens per second are at least this share of the
+highest. Measured sizes differ by one or two percent, while each step has a fixed cost of about 2.8 ms that
+the measurement misses: on the 8B with 32 prompts of 4,096 tokens, chunks of 1,024 tokens had 9.9% less
+throughput than chunks of 8,192, and chunks of 1,792 had 7.0% less."""
 SPACING: Final = 512
 """Tokens between the sizes that are considered beyond the measured ones."""
 LEARNING: Final = 1 / 8
@@ -43,7 +43,7 @@ class ChunkBudget:
     """Keeps streams fluent while prompts are computed. In steps with decode rows
 
     size   a step takes at most `--itl-target`: that is the gap between two tokens of each row. Of the sizes
-           that do, chunks have the largest that makes nearly the most prompt tokens a second (`NEARLY`)
+           that do, chunks have the largest whose prompt tokens per second are close to the best (`NEAR_BEST`)
     share  between steps with chunks come steps without, so that prompts take at most the share
 
                weight * prompts / (weight * prompts + rows)
@@ -91,7 +91,7 @@ class ChunkBudget:
         seconds = self._scale * (alone + self._pair * chunks * (start + chunks / 2))
         # Without attention's: a prompt has as many pairs of queries and keys whatever its chunks.
         rates = np.where((chunks > 0) & (seconds <= self._target), chunks / alone, 0.0)
-        best = np.flatnonzero(rates > NEARLY * rates.max())  # none where no size fits
+        best = np.flatnonzero(rates > NEAR_BEST * rates.max())  # empty if no size fits
         return min(room, max(int(chunks[best[-1]]) if len(best) else 0, LEAST_CHUNK))
 
     def spend(self, plan: PlanBuilder) -> None:

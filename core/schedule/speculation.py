@@ -83,7 +83,7 @@ class DraftBudget:
         self._times = StepTimes()
         self._cap = MOST_CREDIT
         self._trial = 0.0
-        """Price of a try, when one was last thought of."""
+        """Price of the trial step that was considered last."""
         self.acceptance = Acceptance(most)
         self._verified: list[Verified] = []
         self._steps = 0
@@ -181,7 +181,7 @@ class DraftBudget:
             return
         self._times.planned(grant.drafts > 0)
         price = self._price(grant, rows, prompts)
-        # A dear try is saved for like any other: with less room than its price there would never be one.
+        # The cap must cover the price of a trial step, or drafting could never start again.
         self._cap = max(MOST_CREDIT, STEPS_OF_CREDIT * price, self._trial)
         self._account = min(self._account + ALLOWANCE, self._cap) - price
 

@@ -100,9 +100,9 @@ class StepTimes:
             self._due = LOOK if self._felt else 0
 
     def _resize(self, rows: int) -> None:
-        """Learn anew, of steps of `rows` rows; what is known counts until then. Of fewer rows it is less, in
-        proportion: the host writes each row's tokens. Else drafts that were dear for 64 clients would never
-        be tried for the one that is left."""
+        """Restart the averages for steps of `rows` rows; the old values are used until new ones arrive. They
+        are scaled down if there are fewer rows, because most of the host's work is per row. Otherwise the
+        cost of drafts for 64 clients would be charged to a single one, and drafting would not restart."""
         if rows < self._rows:
             share = rows / self._rows
             self._plain, self.more = self._plain * share, self.more * share
