@@ -50,6 +50,13 @@ def load(name: str, target: CausalModel, path: Path, **changes: torch.Tensor | N
     return load_draft(spec_for(name, target), source, target, torch.float32, CPU)
 
 
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal up to float32 rounding. It is relative to the largest value: sums of fewer or more rows run in
+    another order, and heads without a final norm have logits of 200 where others have 8."""
+    atol = 1e-5 * max(float(want.abs().max()), 1.0) if want.numel() else 0.0
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=atol)
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_model_in_chunks_is_the_whole_sequence_at_once(
     name: str, target: CausalModel, tmp_path: Path
@@ -77,12 +84,12 @@ def test_a_chain_model_in_chunks_is_the_whole_sequence_at_once(
         part = slice(start, end)
         ctx = pages.chunk(0, start, end - start)
         got, then = model.forward(ctx, ids[part], model.fuse(aux[part]))
-        torch.testing.assert_close(model.logits(got), logits[part], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(then, following[part], rtol=1e-4, atol=1e-4)
+        assert_near(model.logits(got), logits[part])
+        assert_near(then, following[part])
         wanted = torch.tensor([end - start - 1, 0])
         few = model.forward(ctx._replace(wanted=wanted), ids[part], model.fuse(aux[part]))
         for mine, every in zip(few, (got, then), strict=True):
-            torch.testing.assert_close(mine, every[wanted])
+            assert_near(mine, every[wanted])
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -194,8 +201,8 @@ def test_a_target_keeps_the_states_a_draft_reads(
             out = torch.full((16, want.shape[1]), float("nan"))
             ctx = pages.chunk(0, start, end - start)._replace(wanted=rows, aux=AuxStates(layers, out))
             got = model.forward(ctx, ids[start:end])
-            torch.testing.assert_close(out[: end - start], want[start:end], rtol=1e-4, atol=1e-4)
+            assert_near(out[: end - start], want[start:end])
             assert bool(out[end - start :].isnan().all())
             part = last[start:end] if rows is None else last[start:end][rows]
-            torch.testing.assert_close(got, part, rtol=1e-4, atol=1e-4)
+            assert_near(got, part)
     model.forward(pages.chunk(1, 0, 2)._replace(brief=True, aux=AuxStates(layers, out)), ids[:2])
