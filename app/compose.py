@@ -127,16 +127,26 @@ def load(config: Config, progress: Progress) -> Live:
     return Live(replicas, submitter, loaded, registry, adapters, grammars)
 
 
+def load_executors(config: Config, progress: Progress) -> list[LocalExecutor]:
+    """The prepared executors of `load` alone, one for each replica. Benches run steps on them without HTTP
+    and text. Raises `ConfigError`."""
+    return _executors(config, *_model_and_beside(config, progress), progress)
+
+
 def follow(config: Config, progress: Progress) -> Follower:
     """The ranks of a node other than 0, loaded as node 0 loads its own. Raises `ConfigError` and
     `EngineFailed`; may run for minutes in any thread."""
-    checkpoint, spec = _checkpoint(config, progress)
-    limits = _limits(config, _adapters_at_start(config, progress))
-    beside = Beside(_drafting(config, progress), limits, config.parallel)
+    spec, source, beside = _model_and_beside(config, progress)
     nodes = _join(config, spec)
     with nodes.loading():
-        executor = _executor(config, spec, checkpoint.path, beside._replace(nodes=nodes), progress)
+        executor = _executor(config, spec, source, beside._replace(nodes=nodes), progress)
     return Follower(executor, nodes.channels[0])
+
+
+def _model_and_beside(config: Config, progress: Progress) -> tuple[ModelSpec, Path, Beside]:
+    checkpoint, spec = _checkpoint(config, progress)
+    limits = _limits(config, _adapters_at_start(config, progress))
+    return spec, checkpoint.path, Beside(_drafting(config, progress), limits, config.parallel)
 
 
 def _checkpoint(config: Config, progress: Progress) -> tuple[Checkpoint, ModelSpec]:

@@ -30,6 +30,7 @@ import numpy as np
 import uvloop
 
 from app.cli import parse
+from app.compose import load_executors
 from bench.load.main import main as load
 from bench.load.prompts import Source
 from bench.load.workloads import Workload
@@ -42,7 +43,6 @@ from core.executor import Executor
 from core.plan import StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
-from gpu.build import build_executor, spec_of
 
 OCCUPIED = 0.975
 PERIOD = 1.0
@@ -203,11 +203,7 @@ def main() -> None:
     )
     found: dict[str, Any] = dict(through_http(flags, work))
     config = parse([*SERVER, *flags])
-    source = Path(config.model.model)
-    executor = build_executor(
-        spec_of(source), source, config.model, config.cache, config.schedule, lambda stage, share: None
-    )
-    executor.prepare(lambda share: None)
+    executor = load_executors(config, lambda stage, share: None)[0]
     found["alone_out_tok_s"] = round(uvloop.run(alone(executor, config, work)), 1)
     found["ratio"] = round(found["out_tok_s"] / found["alone_out_tok_s"], 4)
     write(args.name, {"device": executor.capabilities.device, "clients": args.clients, **found})

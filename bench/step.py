@@ -28,6 +28,7 @@ import torch
 import uvloop
 
 from app.cli import parse
+from app.compose import load_executors
 from bench.experts import ExpertWatch
 from bench.lag import Lag
 from bench.results import save
@@ -40,7 +41,7 @@ from core.executor import Capabilities, Executor
 from core.plan import StepFailure
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
-from gpu.build import build_executor, spec_of
+from gpu.build import spec_of
 
 ROWS = (1, 32, 256, 512)
 SLICE = 24
@@ -305,12 +306,8 @@ def main() -> None:
         parser.error("--trace needs a GPU")
     source = Path(config.model.model)
     begun = time.perf_counter()
-    spec = spec_of(source)
-    watch = ExpertWatch(spec, max(args.rows), torch.device("cuda")) if args.experts else None
-    executor = build_executor(
-        spec, source, config.model, config.cache, config.schedule, lambda stage, share: None
-    )
-    executor.prepare(lambda share: None)
+    watch = ExpertWatch(spec_of(source), max(args.rows), torch.device("cuda")) if args.experts else None
+    executor = load_executors(config, lambda stage, share: None)[0]
     start = time.perf_counter() - begun
     about = {"device": executor.capabilities.device, "build_s": round(start, 2)}
     uvloop.run(
