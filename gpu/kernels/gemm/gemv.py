@@ -29,12 +29,13 @@ WIDE: tl.constexpr = tl.constexpr(8)
 GROUP = 8
 """Rows of a program at most; those of a step are a multiple of it, or fewer."""
 
-FEW = 1 << 20
-"""Elements of a weight that is small enough for any of these rows: its programs are short of work, and
-what counts is that they are there before their rows."""
+SMALL = 1 << 21
+"""Elements of a small weight: what counts is that its programs are there before their rows."""
 
-FEW_ROWS = 32
-"""Rows up to which such a weight, a router, is multiplied here."""
+ROUTER_OUTPUTS, ROUTER_ROWS = 256, 32
+"""Few outputs have short programs, so that more rows pay. us on an H200 at 8 and at 32 rows, here, by cuBLAS
+and by `skinny_gemm`: 128 x 2048 2.3, 4.9, 4.9 and 3.0, 4.9, 5.3; 576 x 1536 (SmolLM2's down) 3.7, 5.1, 6.7
+and 8.4, 5.1, 7.0; 576 x 576 2.5, 3.1, 2.3 and 5.4, 3.0, 2.4."""
 
 
 class GemvConfig(NamedTuple):
@@ -175,20 +176,25 @@ def gemv(
 
 
 def most_rows(outputs: int, inputs: int, gated: bool) -> int:
-    """Rows up to which these products were faster than cuBLAS's on an H200."""
-    if outputs * inputs <= FEW:
-        return FEW_ROWS
+    """Rows up to which these products were faster than cuBLAS's and `skinny_gemm`'s on an H200."""
+    if outputs * inputs <= SMALL and not gated:
+        if outputs <= ROUTER_OUTPUTS:
+            return ROUTER_ROWS
+        return 8 if inputs >= 1024 else 4
     return 2 if gated or max(outputs, inputs) > 4096 else 4
 
 
 def gemv_config(rows: int, weight: Tensor, gated: bool = False) -> GemvConfig | None:
-    """How to cut `weight` [outputs, inputs] of 16 bits at `rows` rows; None where cuBLAS is faster, where
-    the registers do not hold what a program loads at once, and for float32."""
+    """How to cut `weight` [outputs, inputs] of 16 bits at `rows` rows; None where another kernel is faster,
+    where the registers do not hold what a program loads at once, and for float32."""
     outputs, inputs = weight.shape
     if weight.element_size() != 2 or rows > most_rows(outputs, inputs, gated) or rows % min(rows, GROUP):
         return None
-    columns = 1 if gated or inputs > 16_384 else 2
+    small = ROUTER_OUTPUTS < outputs and outputs * inputs <= SMALL
+    # One where two are much to load for so few programs: 3.7 us instead of 6.1 at 576 x 1536 and 8 rows.
+    columns = 1 if gated or inputs > 16_384 or (small and outputs < 1024 < inputs) else 2
     # Four warps where a thread has little to load, or has products with several rows to keep apart.
-    warps = 4 if rows <= 4 and (inputs <= 2048 or rows > (1 if gated else 2)) else 8
+    few = rows <= 4 and (inputs <= 2048 or rows > (1 if gated else 2))
+    warps = 4 if few or (small and not gated) else 8
     held = (1 + gated) * columns * inputs // (64 * warps)  # registers of a thread
     return GemvConfig(columns, warps) if held <= 64 else None

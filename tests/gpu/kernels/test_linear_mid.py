@@ -21,7 +21,7 @@ from gpu.quant import quantise, quantise_blocks, quantise_groups
 # (rows, outputs, inputs, cut): outputs that a tile does not divide and that end within one, inputs in one
 # part and in several, parts of unequal length, rows that fill what they are padded to and that do not
 SHAPES = [
-    (5, 96, 256, SkinnyConfig(64, 64, 1, 4, 3)),
+    (5, 96, 320, SkinnyConfig(64, 64, 1, 4, 3)),
     (16, 64, 128, SkinnyConfig(64, 128, 1, 4, 2)),
     (24, 130, 448, SkinnyConfig(64, 64, 2, 4, 3)),
     (33, 128, 768, SkinnyConfig(128, 64, 4, 8, 3)),
@@ -178,3 +178,21 @@ def test_library_has_the_rest(rows: int, outputs: int, inputs: int, gated: bool)
     assert skinny_config(rows, weight, gated) is None
     small = torch.empty(4096, 4096, dtype=torch.float32, device="meta")
     assert skinny_config(rows, small) is None
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated", "most"),
+    [
+        (960, 576, False, 32),
+        (3072, 576, True, 64),
+        (576, 1536, False, 0),  # long sums: cuBLAS's
+        (3072, 560, True, 0),  # which a tile does not divide
+        (49_152, 576, False, 0),  # a head
+    ],
+)
+def test_small_models(outputs: int, inputs: int, gated: bool, most: int) -> None:
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    cuts = {rows: skinny_config(rows, weight, gated) for rows in (2, 3, 4, 8, 32, 40, 64, 65)}
+    assert max((rows for rows, cut in cuts.items() if cut), default=0) == most
+    assert cuts[2] is None
+    assert {cut for cut in cuts.values() if cut} <= {SkinnyConfig(64, 64, 1, 4, 4)}

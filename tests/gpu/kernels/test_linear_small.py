@@ -71,6 +71,9 @@ def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:
         (24_576, 4096, True, 2),
         (4096, 12_288, False, 2),
         (128, 2048, False, 32),
+        (576, 576, False, 4),
+        (576, 1536, False, 8),
+        (3072, 576, True, 2),
         (8192, 65_536, False, 0),  # more than registers hold
     ],
 )
