@@ -19,7 +19,7 @@ from gpu.build import Beside, build_executor, check_pages, choose_fp8, spec_of
 from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
 from gpu.parts import Target
-from gpu.targets import choose_ranks, choose_targets
+from gpu.targets import choose_dtype, choose_ranks, choose_targets
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.runner import GREEDY
@@ -43,6 +43,24 @@ def test_capabilities_say_what_was_built(path: Path) -> None:
     assert (caps.dtype, caps.weight_dtype, caps.kv_dtype) == ("float32",) * 3
     assert build(path, CacheConfig(kv_tokens=64)).capabilities.context_length == 64
     assert build(path, context_length=100).capabilities.context_length == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "task", "device", "chosen"),
+    [
+        ("auto", "bfloat16", "generate", "cpu", torch.float32),
+        ("auto", "float16", "generate", "cuda", torch.float16),
+        ("auto", "float32", "generate", "cuda", torch.bfloat16),
+        ("auto", "float32", "embed", "cuda", torch.float32),
+        ("float32", "float32", "generate", "cuda", torch.float32),
+        ("bfloat16", "float32", "generate", "cpu", torch.bfloat16),
+    ],
+)
+def test_the_dtype_of_the_computation(
+    path: Path, name: str, checkpoint: str, task: str, device: str, chosen: torch.dtype
+) -> None:
+    spec = msgspec.structs.replace(spec_of(path), dtype=checkpoint, task=task)
+    assert choose_dtype(name, spec, torch.device(device)) == chosen
 
 
 @pytest.mark.parametrize(("tp", "threads"), [(1, 6), (2, 3), (4, 1)])
