@@ -58,9 +58,10 @@ LOADS: Mapping[str, Load] = MappingProxyType(
         "c32": Load(C32),
         "c128": Load(C128),
         "q512": Load(msgspec.structs.replace(C128, name="q512", concurrency=512, requests=1024), 128),
+        "q1024": Load(msgspec.structs.replace(C128, name="q1024", concurrency=1024, requests=3072), 128),
     }
 )
-"""Those of the LoRA table that servers are compared by, and one with a queue: 64 adapters can fill 8 places
+"""Those of the LoRA table that servers are compared by, and two with queues: 64 adapters can fill 8 places
 only if enough requests wait for each. The name goes into the seed of prompts."""
 
 
@@ -87,7 +88,7 @@ class Case(NamedTuple):
 
 ALL = (
     *(Case("8b", load, kind) for load in ("c32", "c128") for kind in ("8mixed", "one", "base", "zipf")),
-    Case("8b", "q512", "zipf"),
+    *(Case("8b", load, "zipf") for load in ("q512", "q1024")),
     Case("8b", "c32", CHURN),
     *(Case("30b", load, kind) for load in ("c32", "c128") for kind in ("8mixed", "one", "base")),
 )

@@ -11,8 +11,8 @@ their ratios by round. Of models that fit only once, all rounds are run on one s
     ...-8mixed   8 adapters of rank 16 on all seven targets, by requests in turn
     ...-one      all requests have the same
     ...-base     none has one, in the server with adapters
-    zipf-...     64 adapters over 8 places, by requests with Zipf's popularity; in zipf-q512 128 of 512
-                 callers run, and the others are queued, in both servers
+    zipf-...     64 adapters over 8 places, by requests with Zipf's popularity; in zipf-q512 and zipf-q1024
+                 128 of 512 or 1,024 callers run, and the others are queued, in both servers
     churn-c32    32 running streams of 7 adapters while once a second another one is loaded, asked, unloaded;
                  its base: the same server and streams, and the short request has an adapter that stays
 

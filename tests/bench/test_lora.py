@@ -33,7 +33,7 @@ def test_cases() -> None:
     assert len(set(names)) == len(names)
     assert {"c32-8mixed", "c128-one", "c32-base", "zipf-c128", "churn-c32", "30b-c32-8mixed"} <= set(names)
     assert [case.name for case in chosen("zipf*,30b-*-base")] == [
-        "zipf-c32", "zipf-c128", "zipf-q512", "30b-c32-base", "30b-c128-base",
+        "zipf-c32", "zipf-c128", "zipf-q512", "zipf-q1024", "30b-c32-base", "30b-c128-base",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no case"):
         chosen("c32-*,7b-*")
