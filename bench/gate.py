@@ -158,7 +158,7 @@ class EngineOnly:
             confirmed = self._scheduler.apply(result)
             self._tokens += len(confirmed.tokens)
             self._add(len(confirmed.ends))
-        while self._scheduler.in_flight <= self._depth and (plan := self._scheduler.plan()) is not None:
+        while self._scheduler.may_plan(self._depth) and (plan := self._scheduler.plan()) is not None:
             self._executor.submit(plan)
         self._scheduler.take_finished()
         if self._scheduler.idle and not self._done.done():

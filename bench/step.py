@@ -136,7 +136,7 @@ class Driver:
             if self._per_row:
                 rows = len(confirmed.tokens)
                 self._slices.extend(min(SLICE, rows - first) for first in range(0, rows, SLICE))
-        while self.scheduler.in_flight <= self._depth and (plan := self.scheduler.plan()) is not None:
+        while self.scheduler.may_plan(self._depth) and (plan := self.scheduler.plan()) is not None:
             self._executor.submit(plan)
         self.scheduler.take_finished()
         if self._slices:

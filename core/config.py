@@ -47,7 +47,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        "auto: float32 on a CPU, the checkpoint's on a GPU",
+        "auto: float32 on a CPU, the checkpoint's on a GPU, but bfloat16 for text generation from float32",
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "fp8", "fp8-blocks"],
@@ -122,7 +122,10 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
     order: Annotated[SchedulePolicy, "which waiting request runs next"] = "fcfs"
     prefill_first: Annotated[bool, "run prompts in steps of their own, before decodes"] = False
     overlap_depth: Annotated[
-        int, "steps planned ahead of the device; 0: wait for every result", Meta(ge=0, le=2)
+        int,
+        "steps planned ahead of the device; 0: wait for every result; 1: two while a GPU's steps take less "
+        "than 1.5 ms",
+        Meta(ge=0, le=2),
     ] = 1
     cuda_graphs: Annotated[bool, "capture CUDA graphs of the steps at startup; off: eager mode"] = True
     conservativeness: Annotated[

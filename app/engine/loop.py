@@ -225,7 +225,7 @@ class Engine:
         return (
             not self.paused
             and self._resting is None
-            and self._scheduler.in_flight <= self._depth
+            and self._scheduler.may_plan(self._depth)
             and len(self._backlog) < BACKLOG
         )
 

@@ -36,6 +36,12 @@ TOO_LONG_WAITING = Finish(FinishReason.ABORT, message="The request waited too lo
 TOO_LONG_RUNNING = Finish(FinishReason.ABORT, message="The request ran too long.")
 NOT_FINITE = "The model produced values that are not finite."
 
+SHORT_STEP = 1.5e-3
+"""Seconds of a step on a GPU below which an overlap depth of 1 means 2. From a result to the launch of the
+step planned behind it the host takes about half a millisecond. The GPU waits for it if the step in between
+is shorter, and in every step if drafts make planning longer. Longer steps hide it, and there a deeper queue
+would only delay new requests."""
+
 
 class Confirmed(NamedTuple):
     """The outcome of one result: aligned lists of requests and new tokens in row order, a request once for
@@ -90,6 +96,7 @@ class Scheduler:
         self._draining: list[Request] = []
         self._finished: list[Request] = []
         self._stop_counts = np.zeros(capabilities.vocab_size, np.int32)
+        self._step_seconds = 0.0
 
     # -- requests in and out ---------------------------------------------------------------------
 
@@ -221,9 +228,15 @@ class Scheduler:
                 self.counters.prompt_tokens += len(request.prompt)
                 self.counters.cached_tokens += request.cached
 
+    def may_plan(self, depth: int) -> bool:
+        """Whether one more step may be planned, `depth` ahead of the device; see `SHORT_STEP` for 1."""
+        short = 0.0 < self._step_seconds < SHORT_STEP and self._capabilities.device != "cpu"
+        return self.in_flight <= (2 if depth == 1 and short else depth)
+
     def apply(self, result: StepResult) -> Confirmed:
         """Apply one step's result. Raises for another than the first in flight: a broken executor."""
         flight, table = self._flights.popleft(), self._table
+        self._step_seconds = result.seconds
         if flight.step != result.step:
             raise RuntimeError(f"step {result.step} was answered before step {flight.step}")
         self.places.applied = result.step + 1

@@ -22,6 +22,38 @@ def test_text_is_the_oracles_at_every_depth(depth: int) -> None:
         assert h.finishes[request.id].reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize(
+    ("device", "depth", "seconds", "ahead"),
+    [
+        ("H200", 1, 0.0005, 2),
+        ("H200", 1, 0.004, 1),
+        ("H200", 1, 0.0, 1),  # unknown
+        ("H200", 0, 0.0005, 0),
+        ("H200", 2, 0.004, 2),
+        ("cpu", 1, 0.0005, 1),
+    ],
+)
+def test_short_steps_of_a_gpu_are_planned_two_ahead(
+    device: str, depth: int, seconds: float, ahead: int
+) -> None:
+    """The host would be too late for the next one. A text does not depend on it."""
+    h = Harness(depth=depth, device=device)
+    requests = [h.request(range(3 * i + 1), max_tokens=10) for i in range(3)]
+    h.executor.seconds = seconds
+    h.turn()
+    h.submit()
+    assert h.scheduler.in_flight == 1 + ahead
+    h.run()
+    h.executor.seconds = 0.1  # long ones again
+    requests.append(h.request(range(9), max_tokens=10))
+    h.turn()
+    h.submit()
+    assert h.scheduler.in_flight == 1 + depth
+    h.run()
+    for request in requests:
+        h.check(request)
+
+
 def test_decode_rows_go_before_chunks_in_one_mixed_step() -> None:
     h = Harness(depth=0, step_tokens=16)
     h.request([1, 2, 3], max_tokens=20)

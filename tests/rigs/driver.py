@@ -98,7 +98,7 @@ class Driver:
         return request
 
     def _turn(self, answers: dict[str, Answer]) -> None:
-        while self.scheduler.in_flight <= self._depth and (plan := self.scheduler.plan()) is not None:
+        while self.scheduler.may_plan(self._depth) and (plan := self.scheduler.plan()) is not None:
             self._executor.submit(plan)
         self.scheduler.take_finished()
         for adapter, place in self.scheduler.places.take_due():

@@ -84,6 +84,8 @@ class FakeExecutor:
         self.eager = eager
         self.fail_at = fail_at
         self.nan_slots: set[int] = set()
+        self.seconds = 0.0
+        """Of each step."""
         self._rng = random.Random(seed)
         self.logprob_slots: dict[int, int] = {}
         self.hidden_slots: dict[int, bool] = {}
@@ -213,7 +215,7 @@ class FakeExecutor:
             plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan, before),
             experts=self._experts(plan, before),
             counts=None if all(len(made) == 1 for made in rows) else counts,
-            drafted=drafted if capabilities.max_drafts else None,
+            drafted=drafted if capabilities.max_drafts else None, seconds=self.seconds,
         )  # fmt: skip
 
     def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:

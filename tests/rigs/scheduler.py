@@ -51,6 +51,7 @@ class Harness:
         costs: StepCosts | None = None,
         chunk_costs: ChunkCosts | None = None,
         places: int = 0,
+        device: str = "cpu",
         cache: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
         **schedule: object,
     ) -> None:
@@ -70,6 +71,7 @@ class Harness:
             max_samples=samples,
             costs=costs,
             chunk_costs=chunk_costs,
+            device=device,
             adapters=AdapterLimits(places=places, max_rank=8, host=4) if places else None,
         )
         self.executor = FakeExecutor(capabilities, seed=seed)
@@ -123,7 +125,7 @@ class Harness:
     def submit(self) -> int:
         """Plan and submit as deep as allowed; returns the number of steps submitted."""
         count = 0
-        while self.scheduler.in_flight <= self.depth:
+        while self.scheduler.may_plan(self.depth):
             plan = self.scheduler.plan()
             if plan is None:
                 break
