@@ -119,18 +119,20 @@ class ModelRunner:
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden, shape.places)
         self._rings = Rings(entries, machine.device)
         self._paths = PathMover(buffers, machine.sampling, machine.pdl)
-        works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl, self._paths)
+        self._drafts: DraftStage | None = None
+        if drafter is not None:
+            made = drafter(self.tables)
+            buffers.keep_aux(made.aux, limits.tokens)
+            padded = machine.launcher is not None
+            self._drafts = DraftStage(made, self.tables, self._outcome, padded, self._paths)
+        accepted = self._paths if self._drafts is None else self._drafts.accepted
+        works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl, accepted)
         self._stage = SamplingStage(works_on, shape.vocab, self._head, processors, shape.adapts_head)
         rank = machine.rank
         self._matchers = Matchers(self.tables) if rank is None else RankMatchers(self.tables, rank)
         self._hidden = HiddenRows()
         self._model: CausalModel | None = None
         self._ops: Callable[[StepView], Ops] | None = None
-        self._drafts: DraftStage | None = None
-        if drafter is not None:
-            made = drafter(self.tables)
-            buffers.keep_aux(made.aux, limits.tokens)
-            self._drafts = DraftStage(made, self.tables, self._outcome, machine.launcher is not None)
         self._launches: Launches[StepKey] | None = None
         self._unsettled: LaunchedStep | None = None
 

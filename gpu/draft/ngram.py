@@ -52,7 +52,8 @@ class LookUp(Protocol):
     text ends before there are enough, they start over: such a text repeats itself with that period. Where
     more tokens than those occur in the answers of the row's namespace, drafts follow the newest of these
     occurrences, up to the end of that answer. How many a row gets, `gpu.state.history` says; at most as many
-    as the slot's `limit` and `max_drafts` allow: none for a row that accepted nothing, which is at its limit.
+    as the slot's `limit` and `max_drafts` allow: none for a row that accepted nothing, which is at its limit,
+    and none behind a step that does not propose, whose texts are not searched.
     """
 
     def __call__(
@@ -82,7 +83,8 @@ def look_up(
     slots, firsts = (each.numpy()[: min(own, rows)] for each in (samples.slots, samples.positions))
     columns = (tables.length, tables.limit, tables.max_drafts)
     lasts, limits, allowed = (column.numpy()[slots] for column in columns)
-    rooms = np.minimum(np.minimum(limits - lasts - 1, allowed), history.most).tolist()
+    most = history.most if int(samples.drafts.proposes) else 0
+    rooms = np.minimum(np.minimum(limits - lasts - 1, allowed), most).tolist()
     taken = []
     for row, accepted in enumerate((lasts - firsts).tolist()):
         behind = own + before[row]
@@ -142,9 +144,8 @@ def _continuation(text: Ints, longest: int, shortest: int) -> tuple[int, Ints]:
 
 
 class NgramDrafter:
-    """`gpu.draft.drafter.Drafter` by prompt lookup, vLLM's `ngram`. It has to run behind every step that
-    samples: of a step that it missed its texts lack the tokens, and its drafts are worse until they are
-    out of the ring."""
+    """`gpu.draft.drafter.Drafter` by prompt lookup, vLLM's `ngram`. It runs behind every step that samples:
+    of a step that it missed its texts would lack the tokens."""
 
     aux: tuple[int, ...] | None = None
     keeps_kv = False

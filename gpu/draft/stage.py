@@ -1,6 +1,8 @@
 """Runs a drafter after each step: launches its work for a plan, and lists what is captured before serving.
 
 sampling ─► accept ─► Follow: the step's tokens ─► Propose: drafts of its rows, in `SlotTables.drafts`
+
+A drafter without KV proposes at the end of the sampling's launch instead (`DraftStage.accepted`).
 """
 
 from __future__ import annotations
@@ -52,27 +54,37 @@ class DraftStage:
         tables: SlotTables,
         outcome: Callable[[Forward | None], StepOutcome],
         padded: bool,
+        paths: Callable[[int], None],
     ) -> None:
         """`outcome` gives what a step of that size leaves, for None the whole
-        of its buffers. `padded`: work is captured, in few sizes."""
-        self.drafter = drafter
+        of its buffers. `padded`: work is captured, in few sizes. `paths` makes chains of the paths that the
+        first samples accepted, where drafts are trees (`gpu.step.paths`)."""
+        self.drafter, self._paths = drafter, paths
         self._tables, self._outcome = tables, outcome
         self._sizes = decode_sizes(tables.slots - 1) if padded else None
         self._measured = False
 
     def launch(self, plan: StepPlan, forward: Forward, launches: Launchable) -> None:
         """Behind the sampling of `plan`, whose launches had the sizes of `forward`."""
-        if self.drafter.keeps_kv and (plan.proposes or plan.chunks):
+        if not self.drafter.keeps_kv:
+            return
+        if plan.proposes or plan.chunks:
             launches[Follow(_plain(forward))]()
         rows = plan.num_samples - plan.drafts
-        if rows and (plan.proposes or not self.drafter.keeps_kv):
+        if rows and plan.proposes:
             launches[Propose(rows if self._sizes is None else fit(self._sizes, rows))]()
+
+    def accepted(self, samples: int) -> None:
+        """What belongs to the launch of a step's sampling, behind the acceptance of `samples` samples."""
+        self._paths(samples)
+        if not self.drafter.keeps_kv:
+            self.drafter.propose(self._outcome(None), min(samples, self._tables.slots - 1))
 
     def keys(self, forwards: Iterable[Forward]) -> Iterator[Key]:
         """All that is captured, largest first."""
         if self.drafter.keeps_kv:
             yield from map(Follow, dict.fromkeys(map(_plain, forwards)))
-        yield from map(Propose, reversed(self._sizes or ()))
+            yield from map(Propose, reversed(self._sizes or ()))
 
     def measure(
         self, launch: Launch, vocab: int, late: Callable[[float], bool] = is_late

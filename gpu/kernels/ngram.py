@@ -228,6 +228,7 @@ def _look_up(
     sampling: tl.tensor,
     before: tl.tensor,
     chosen: tl.tensor,
+    proposes: tl.tensor,
     tokens: tl.tensor | None,
     owners: tl.tensor | None,
     places: tl.tensor | None,
@@ -268,6 +269,11 @@ def _look_up(
     if tokens is not None:
         theirs = tl.where(source > 0, given, 0)
         others = tl.minimum(room, _wanted(state + _SERVED, last - first, theirs, MOST))
+    if tl.load(proposes) == 0:  # a text is stored behind every step, but not always searched
+        if tokens is not None:
+            tl.store(state + _SOURCE, 0)
+        tl.store(out, 0)
+        return
     # Behind a barrier: the search reads the tokens just stored.
     known = tl.where(tl.maximum(wanted, others) > 0, tl.minimum(last + 1, WIDTH), 0)
     period, size = _last_match(ring, last, known, WIDTH, LONGEST, SHORTEST, BLOCK)
@@ -307,7 +313,7 @@ def look_up(
     """
     _, slots, positions, drafts = samples
     width, most, served = history.width, history.most, history.served
-    steps = slots, positions, *drafts, chosen
+    steps = slots, positions, drafts.rows, drafts.before, chosen
     strides = history.words.stride(0), tables.words.stride(0)
     sizes = {"WIDTH": width, "RING": 1, "BUCKETS": 1}
     if served is not None:
@@ -320,7 +326,8 @@ def look_up(
         )  # fmt: skip
     block = min(width, _BLOCK)
     _look_up[(rows,)](
-        history.words, tables.words, tables.drafts, *steps, *(served or (None, None, None)), *strides,
+        history.words, tables.words, tables.drafts, *steps, drafts.proposes, *(served or (None,) * 3),
+        *strides,
         DRAFTS=tables.most_drafts,
         MOST=most,
         **sizes,

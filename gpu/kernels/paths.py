@@ -61,6 +61,6 @@ def move_paths(entries: Tensor, rows: Rows, cells: Tensor | None = None, *, pdl:
     count = min(len(rows.slots), rows.tables.slots - 1)
     block = min(pow2(width), 1024)
     _move_paths[(count, layers, cdiv(width, block))](
-        entries, cells, *rows.drafts, rows.paths.moved, entries.stride(0), width,
+        entries, cells, *rows.drafts[:2], rows.paths.moved, entries.stride(0), width,
         DRAFTS=rows.tables.most_drafts, BLOCK=block, **launch_options(pdl, min(max(block // 128, 1), 8)),
     )  # fmt: skip

@@ -192,20 +192,26 @@ def _take_rows(
 
 @jit
 def _count_drafts(
+    entry: tl.tensor,
+    sampling_rows: tl.tensor,
     drafts_before: tl.tensor,
+    proposes: tl.tensor,
     rows: tl.tensor,
     samples: tl.tensor,
-    count: tl.tensor,
+    queries: tl.tensor,
     VERIFIES: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """Say that all `count` drafts are before the samples of prompts; rows with drafts know theirs."""
+    """Say how many rows sample, whether drafts are proposed behind them, and that all drafts are before the
+    samples of prompts; rows with drafts know theirs."""
+    tl.store(sampling_rows, rows + samples)
+    tl.store(proposes, tl.load(entry + 10))
     first = tl.zeros([], tl.int32)
     if VERIFIES:
         first = rows
     for start in range(first, rows + samples + 1, SPAN):
         i = start + tl.arange(0, SPAN)
-        tl.store(drafts_before + i, count, mask=i <= rows + samples)
+        tl.store(drafts_before + i, queries - rows, mask=i <= rows + samples)
     if VERIFIES:  # what the rows wrote is read by others now
         tl.debug_barrier()
 
@@ -233,6 +239,7 @@ def _begin(
     sample_positions: tl.tensor,
     sampling_rows: tl.tensor,
     drafts_before: tl.tensor,
+    proposes: tl.tensor,
     trees: tl.tensor | None,
     ancestors: tl.tensor | None,
     stride: int,
@@ -279,8 +286,7 @@ def _begin(
             sample_positions, drafts_before, trees, ancestors, stride, DRAFTS, AT_DECODE, PLACES, SPAN,
         )  # fmt: skip
     if DRAFTS:
-        tl.store(sampling_rows, rows + samples)
-        _count_drafts(drafts_before, rows, samples, queries - rows, VERIFIES, SPAN)
+        _count_drafts(entry, sampling_rows, drafts_before, proposes, rows, samples, queries, VERIFIES, SPAN)
     tokens = queries + known
     tl.store(counts, tokens)
     tl.store(counts + 1, queries)
@@ -531,7 +537,7 @@ def accept(
     generated, seen = (None, None) if counts is None else counts.tables
     span = pow2(most)  # of the ring, not of the step: one kernel for all sizes
     _accept[(1,)](
-        tokens, rows.slots, rows.positions, rows.live, *(rows.drafts or (None, None)), tables.drafts,
+        tokens, rows.slots, rows.positions, rows.live, *(rows.drafts or (None, None))[:2], tables.drafts,
         tables.ancestors, None if rows.paths is None else rows.paths.moved, tables.words, generated, seen,
         cursor, out, tables.words.stride(0), 0 if generated is None else generated.shape[1], out.stride(0),
         len(tokens), DRAFTS=tables.most_drafts, ROWS=most, ENTRIES=len(out), SPAN=span, PDL=pdl,

@@ -20,13 +20,16 @@ class DraftSamples(NamedTuple):
     """Which samples of a step are of drafts. First comes one for each of the plan's rows, in its order: what
     the host knows of a row, it knows of that sample. Then come those of the drafts, row by row.
 
-    rows    int32 [1]: rows of the plan that sample
-    before  int32 [rows + 1]: drafts of all rows before each. Row r has `before[r + 1] - before[r]`, whose
-            samples begin at `rows + before[r]`; a decode row's last token is the step's `r + before[r]`-th
+    rows      int32 [1]: rows of the plan that sample
+    before    int32 [rows + 1]: drafts of all rows before each. Row r has `before[r + 1] - before[r]`, whose
+              samples begin at `rows + before[r]`; a decode row's last token is the step's
+              `r + before[r]`-th
+    proposes  int32 [1]: whether drafts are proposed behind the step
     """
 
     rows: Tensor
     before: Tensor
+    proposes: Tensor
 
     def find(self, rows: Tensor, drafts: Tensor, none: int) -> Tensor:
         """The samples int64 [n] of the tokens that follow `drafts` drafts of `rows`, int64 [n] each; `none`

@@ -28,7 +28,8 @@ from gpu.state.tables import COLUMNS, WORDS
 
 HEAD: Final = 16
 """Words of the head: tokens of chunks, decode rows, chunks, chunks that sample, new slots, page writes,
-common keys, marks, the longest query of a decode row, drafts of all decode rows."""
+common keys, marks, the longest query of a decode row, drafts of all decode rows, whether drafts are proposed
+behind the step."""
 CHUNK: Final = 3
 """Words of a chunk: slot, position and index of its first token."""
 SAMPLE: Final = 3
@@ -151,7 +152,7 @@ class EntryWriter:
             marks = _marks(plan.new_slots)
             section = words[at.marks : at.marks + min(len(marks), room) * MARK].reshape(-1, MARK)
             section[:] = marks[:room]
-        words[:10] = (
+        words[:11] = (
             tokens,
             rows,
             len(plan.chunks),
@@ -162,6 +163,7 @@ class EntryWriter:
             min(len(marks), room),
             plan.query_length,
             plan.drafts,
+            plan.proposes,
         )
         rest = Surplus(cells, pages, marks[room:])
         return Written(min(len(marks), room), rest if len(cells) or len(rest.marks) else None)

@@ -54,7 +54,7 @@ def begin_step(
     def section(first: int, count: int, width: int) -> Ints:
         return entry[first : first + count * width].reshape(count, width)
 
-    known, rows, chunks, count, news, writes, common, _, longest, drafts = entry[:10].tolist()
+    known, rows, chunks, count, news, writes, common, _, longest, drafts, proposes = entry[:11].tolist()
     view.common.fill_(common)
     if news:
         _take_new(section(at.new, news, NEW), tables.words.numpy())
@@ -77,6 +77,7 @@ def begin_step(
         before[:rows] = firsts - np.arange(rows)
         before[rows : rows + count + 1] = len(ids) - rows
         samples.drafts.rows.fill_(rows + count)
+        samples.drafts.proposes.fill_(proposes)
         if tables.ancestors is not None and view.ancestors is not None:
             masks = tables.ancestors.numpy()[slots, within - 1]
             seen = np.where(within > 0, masks, -1).astype(np.int32)

@@ -63,7 +63,7 @@ class StepBuffers:
         self._tokens = ints(3, limits.tokens)
         self._rows = ints(2, samples)
         self._chunks = ints(2, chunks), ints(chunks + 1)
-        drafts = DraftSamples(ints(1), ints(limits.rows + 1))
+        drafts = DraftSamples(ints(1), ints(limits.rows + 1), ints(1))
         self.samples = Samples(ints(samples), ints(samples), ints(samples), drafts)
         self.paths: Paths | None = None
         if tables.ancestors is not None:

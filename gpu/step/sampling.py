@@ -98,13 +98,13 @@ class Launchable(Protocol):
 
 class SamplingDevice(NamedTuple):
     """What the stage works on: the samples of a step, the rings, the kernels. `pdl` is programmatic dependent
-    launch. `move` is called behind the acceptance of so many samples, for drafts that are trees."""
+    launch. `accepted` is called behind the acceptance of so many samples, and launches in the same graph."""
 
     rows: Rows
     rings: Rings
     kernels: SamplingKernels
     pdl: bool = False
-    move: Callable[[int], None] | None = None
+    accepted: Callable[[int], None] | None = None
 
 
 class Sampled(NamedTuple):
@@ -301,8 +301,8 @@ class SamplingStage:
         kernels.choose(logits, rows.first(count), self.chosen[:count], filtered=filtered, pdl=pdl)
 
     def _accept(self, count: int, counts: Counts | None = None) -> None:
-        rows, rings, kernels, pdl, move = self._device
+        rows, rings, kernels, pdl, accepted = self._device
         chosen = self.chosen[:count]
         kernels.accept(chosen, rows.first(count), rings.cursor, rings.answers, counts, pdl=pdl)
-        if move is not None:
-            move(count)
+        if accepted is not None:
+            accepted(count)

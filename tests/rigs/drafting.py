@@ -201,6 +201,8 @@ class Drafting:
         config = ScheduleConfig(overlap_depth=overlap)
         self.scheduler = Scheduler(capabilities, cache, config, monotonic)
         self._engine = Engine(self.scheduler, executor, overlap, monotonic)
+        # Who waits for a step must not wait for ever when there will be none.
+        self._engine.on_failure = lambda reason: self.runner.stepped.set()
         self._submitter = Submitter(Replicas([self._engine]), tokenizer, monotonic, grammars)
 
     async def answers(

@@ -35,7 +35,7 @@ class Step:
         """`rows`: slot and first position of each row; `drafts` of each; `chosen` of rows, then drafts."""
         self.plan, self._rows, self._drafts, self._chosen = plan, rows, drafts, chosen
 
-    def outcome(self, samples: int, device: torch.device = CPU) -> StepOutcome:
+    def outcome(self, samples: int, device: torch.device = CPU, proposes: bool = True) -> StepOutcome:
         """In tensors of `samples`, whose padding is slot 0."""
         before = np.concatenate([[0], np.cumsum(self._drafts)])
         owners = [*range(len(self._rows)), *np.repeat(np.arange(len(self._rows)), self._drafts).tolist()]
@@ -46,7 +46,9 @@ class Step:
         def padded(values: Sequence[int], size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor([*values, *[0] * (size - len(values))], dtype=dtype, device=device)
 
-        counted = DraftSamples(padded([len(self._rows)], 1), padded(before.tolist(), samples + 1))
+        counted = DraftSamples(
+            padded([len(self._rows)], 1), padded(before.tolist(), samples + 1), padded([proposes], 1)
+        )
         chosen = padded(self._chosen, samples, torch.int64)
         view = StepView(0, 0, 0, *[chosen] * 11)  # of no interest to a lookup
         mine = Samples(padded([], samples), padded(slots, samples), padded(positions, samples), counted)

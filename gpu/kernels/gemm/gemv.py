@@ -190,11 +190,15 @@ def gemv_config(rows: int, weight: Tensor, gated: bool = False) -> GemvConfig | 
     outputs, inputs = weight.shape
     if weight.element_size() != 2 or rows > most_rows(outputs, inputs, gated) or rows % min(rows, GROUP):
         return None
-    small = ROUTER_OUTPUTS < outputs and outputs * inputs <= SMALL
+    cut = _cut(rows, outputs, inputs, gated)
+    held = (1 + gated) * cut.columns * inputs // (64 * cut.warps)  # registers of a thread
+    return cut if held <= 64 else None
+
+
+def _cut(rows: int, outputs: int, inputs: int, gated: bool) -> GemvConfig:
+    small = outputs > ROUTER_OUTPUTS and outputs * inputs <= SMALL
     # One where two are much to load for so few programs: 3.7 us instead of 6.1 at 576 x 1536 and 8 rows.
     columns = 1 if gated or inputs > 16_384 or (small and outputs < 1024 < inputs) else 2
     # Four warps where a thread has little to load, or has products with several rows to keep apart.
     few = rows <= 4 and (inputs <= 2048 or rows > (1 if gated else 2))
-    warps = 4 if few or (small and not gated) else 8
-    held = (1 + gated) * columns * inputs // (64 * warps)  # registers of a thread
-    return GemvConfig(columns, warps) if held <= 64 else None
+    return GemvConfig(columns, 4 if few or (small and not gated) else 8)

@@ -133,7 +133,7 @@ def follow(
     span = 1024 if view.tokens > 256 else 256
     _follow[(1,)](
         view.ids, view.positions, view.kv_slot_mapping, view.decode_slots, view.decode_lengths,
-        view.num_decode, view.chunk_firsts, behind, at, slots, positions, *drafts, live, chosen,
+        view.num_decode, view.chunk_firsts, behind, at, slots, positions, *drafts[:2], live, chosen,
         tables.words, tables.page_table, *rows.gaps, out.ids, out.positions, out.kv_slot_mapping,
         out.decode_lengths, last, tables.words.stride(0), tables.page_table.stride(0), view.tokens,
         view.max_decode, len(at), len(last), view.max_chunks, SHIFTED=rows.shifted,
@@ -281,7 +281,7 @@ def start(
     own, tables, block, (_, slots, positions, drafts) = rows.view, rows.tables, rows.block, samples
     span = pow2(tables.slots - 1)  # of the tables, not of the step: one kernel for all sizes
     _start[(1,)](
-        slots, positions, *drafts, view.num_decode, tables.words, tables.page_table, tables.drafts,
+        slots, positions, *drafts[:2], view.num_decode, tables.words, tables.page_table, tables.drafts,
         own.counts, own.ids, own.positions, own.kv_slot_mapping, own.decode_slots, own.decode_lengths,
         rows.gaps.skipped, rows.ends, rows.slots, rows.positions, tables.words.stride(0),
         tables.page_table.stride(0), first, len(rows.ends), DRAFTS=tables.most_drafts, MOST=rows.most,

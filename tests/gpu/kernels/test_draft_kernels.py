@@ -62,7 +62,7 @@ def step(device: torch.device) -> tuple[StepView, Samples]:
         10, 4, 2, ints([8, 4, 2, 5]), ints(IDS), ints(POSITIONS), ints(cells), page_table,
         ints(DECODE_SLOTS), ints([at + 1 for at in POSITIONS[:4]]), none, none, ints([4, 7, 8]), none,
     )  # fmt: skip
-    drafts = DraftSamples(ints([3]), ints([0, 2, 2, 2, 0, 0]))
+    drafts = DraftSamples(ints([3]), ints([0, 2, 2, 2, 0, 0]), ints([1]))
     return view, Samples(ints(SAMPLE_ROWS), ints(SAMPLE_SLOTS), ints(SAMPLE_POSITIONS), drafts)
 
 

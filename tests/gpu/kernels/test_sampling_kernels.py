@@ -165,7 +165,7 @@ def test_the_penalties_of_a_draft_count_those_before_it(kernels: SamplingKernels
     slots = torch.tensor([1, 2, 3, 1, 1, 1, 2, 2, 2, 0], dtype=torch.int32)
     positions = torch.tensor([6, 6, 3, 7, 8, 9, 7, 8, 9, 0], dtype=torch.int32)
     live, sampling = (torch.tensor([n], dtype=torch.int32) for n in (9, 3))
-    drafts = DraftSamples(sampling, torch.tensor([0, 3, 6, 6], dtype=torch.int32))
+    drafts = DraftSamples(sampling, torch.tensor([0, 3, 6, 6], dtype=torch.int32), sampling)
     logits = torch.randn(10, vocab, generator=torch.Generator().manual_seed(1))
     expected, penalty = logits.clone(), Penalty(1.5, 0.25, 0.5)
     kernels.penalise(logits, Rows(slots, positions, live, tables, drafts), counts)

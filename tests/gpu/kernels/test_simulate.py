@@ -26,7 +26,7 @@ def step(seeds: list[int], given: list[int], positions: list[int], device: torch
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    samples = DraftSamples(ints([len(seeds)]), ints(np.cumsum([0, *given]).tolist()))
+    samples = DraftSamples(ints([len(seeds)]), ints(np.cumsum([0, *given]).tolist()), ints([1]))
     live = len(seeds) + sum(given)
     padded = [0] * (live + 3 - len(seeds))
     slots = ints([*range(1, len(seeds) + 1), *padded])

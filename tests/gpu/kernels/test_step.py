@@ -272,7 +272,10 @@ class Drafting:
             for slot in rest
             if rng.random() < 0.5
         )
-        return StepPlan(self.step, ints(slots), chunks, query_length=longest, drafts=drafts), rows
+        proposes = self.step % 3 > 0
+        return StepPlan(
+            self.step, ints(slots), chunks, query_length=longest, drafts=drafts, proposes=proposes
+        ), rows
 
     def mapping(self, slot: int, at: int) -> int:
         return int(self.pages[slot, at // PAGE]) * PAGE + at % PAGE
@@ -328,6 +331,7 @@ def test_rows_of_several_tokens(kernels: str, exact: bool, seed: int, device: to
         queries, sampling = len(at), [chunk for chunk in plan.chunks if chunk.samples]
         n, s = queries + sum(len(chunk.tokens) for chunk in plan.chunks), queries + len(sampling)
         assert view.counts.tolist() == [n, queries, len(plan.chunks), s]
+        assert samples.drafts.proposes.tolist() == [plan.proposes]
         assert view.ids[:queries].tolist() == [token for row in rows for token in row.tokens]
         assert view.positions[:queries].tolist() == [position for _, position in at]
         assert view.decode_slots[:queries].tolist() == [row.slot for row, _ in at]
