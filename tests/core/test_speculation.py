@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -18,7 +19,7 @@ from core.plan import StepPlan, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
 from core.schedule.speculation import DraftBudget, Grant
-from core.types import NO_TOKENS, Ints
+from core.types import NO_TOKENS, Ints, NDArray64
 from tests.rigs.scheduler import Harness
 
 MOST = 5
@@ -72,8 +73,9 @@ class Simulation:
     ) -> None:
         self.now, self.made = 0.0, 0
         self._host, self._bursts, self._held = host, bursts, 0.0
-        self.lengths: dict[int, int] = {}
-        self.limits: dict[int, int] = {}
+        # By slot.
+        self.lengths: NDArray64 = np.zeros(capabilities.max_rows + 1, np.int64)
+        self.limits = np.zeros_like(self.lengths)
         self.plans: list[StepPlan] = []
         self._load, self._costs, self._reads = load, costs, reads
         self._rng = np.random.default_rng(seed)
@@ -100,25 +102,21 @@ class Simulation:
         assert not plan.drafts or (before is not None and before.proposes), "nobody drafted them"
         for new in plan.new_slots:
             self.lengths[new.slot], self.limits[new.slot] = new.cached, new.limit
-        slots = plan.decode_slots.tolist()
-        given, left = [0] * len(slots), plan.drafts
-        found = (self._rng.random(len(slots)) < self._load.found).tolist()
-        for depth in range(1, plan.query_length):
-            for row, slot in enumerate(slots):
-                if left and found[row] and self.lengths[slot] + depth < self.limits[slot]:
-                    given[row], left = depth, left - 1
+        slots = plan.decode_slots
+        found = self._rng.random(len(slots)) < self._load.found
+        left = np.maximum(self.limits[slots] - self.lengths[slots], 0)
+        given = _given(found * left, plan)
         chances = self._load.chances
         if self._load.later is not None and 2 * self.made >= self._load.rows * self._load.tokens:
             chances = self._load.later
         hits = self._rng.random((len(slots), len(chances))) < chances
         counts = 1 + np.minimum(hits.cumprod(1).sum(1), given)
-        for row, slot in enumerate(slots):
-            counts[row] = min(counts[row], max(self.limits[slot] - self.lengths[slot], 0))
-            self.lengths[slot] += int(counts[row])
+        counts = np.minimum(counts, left)
+        self.lengths[slots] += counts
         for chunk in plan.chunks:
             self.lengths[chunk.slot] = chunk.start + len(chunk.tokens)
         ends = sum(chunk.samples for chunk in plan.chunks)
-        counts = np.append(counts, np.ones(ends)).astype(np.int32)
+        counts = np.concatenate((counts, np.ones(ends, np.int32)), dtype=np.int32)
         self.made += int(counts.sum())
         seconds = self._seconds(self._costs.verify, plan.num_tokens) + self._reads[plan.drafts > 0]
         if plan.proposes:
@@ -126,14 +124,27 @@ class Simulation:
         self._held += max(seconds, self._host[plan.drafts > 0])
         if plan.step % 2 or not self._bursts:
             self.now, self._held = self.now + self._held, 0.0
-        drafted = np.array(given + [0] * ends, np.int32) if self._most else None
+        drafted = np.concatenate((given, np.zeros(ends, np.int32)), dtype=np.int32) if self._most else None
         tokens = np.ones(counts.sum(), np.int32)
         return StepResult(plan.step, tokens, counts=counts, drafted=drafted, seconds=seconds)
 
     @staticmethod
     def _seconds(costs: CostTable, count: int) -> float:
         """Of the next size, as graphs are padded."""
-        return costs.seconds[min(int(np.searchsorted(costs.sizes, count)), len(costs.sizes) - 1)]
+        return costs.seconds[min(bisect_left(costs.sizes, count), len(costs.sizes) - 1)]
+
+
+def _given(left: NDArray64, plan: StepPlan) -> NDArray64:
+    """Drafts by row of a step whose rows still take `left` tokens: each row's first, then each one's second,
+    and so on."""
+    most = np.maximum(np.minimum(left, plan.query_length) - 1, 0)
+    if int(most.sum()) <= plan.drafts:
+        return most
+    given, drafts = np.zeros_like(most), plan.drafts
+    for depth in range(1, plan.query_length):
+        rows = np.flatnonzero(most >= depth)[:drafts]
+        given[rows], drafts = depth, drafts - len(rows)
+    return given
 
 
 def simulated(
