@@ -29,6 +29,7 @@ from torch import Tensor
 _M1 = np.uint32(0x7FEB352D)
 _M2 = np.uint32(0x846CA68B)
 _G = np.uint32(0x9E3779B9)
+_INT_M1, _INT_M2, _INT_G = (int(word.view(np.int32)) for word in (_M1, _M2, _G))
 _START = np.array([0x6A09E667, 0xBB67AE85], np.uint32)
 
 
@@ -45,10 +46,10 @@ def row_keys(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
 
 def bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """31 uniform bits, int32 [..., m], of `tokens` int32 [..., m] under `keys` int32 [..., 2]."""
-    x = tokens * _signed(_G) + keys[..., :1]
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(_M1))
+    x = tokens * _INT_G + keys[..., :1]
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_INT_M1)
     x.bitwise_xor_(keys[..., 1:])
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_M2))
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_INT_M2)
     return x.bitwise_xor_(x >> 16)
 
 
@@ -74,7 +75,3 @@ def _mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
 def _low(values: NDArray[np.int64]) -> NDArray[np.uint32]:
     """The low words of `values` [n], as a column."""
     return (values & 0xFFFFFFFF).astype(np.uint32)[:, None]
-
-
-def _signed(word: np.uint32) -> int:
-    return int(word.view(np.int32))

@@ -75,7 +75,7 @@ def test_frequencies_over_seeds_are_exact(first: int) -> None:
 def test_frequencies_in_a_real_vocabulary() -> None:
     vocab, n = 49_152, 500
     row = -1.1 * torch.arange(1, vocab + 1).float().log()  # Zipf
-    tokens = tokens_of(make(SamplingParams(seed=3), vocab=vocab), row, range(n))
+    tokens = tokens_of(make(SamplingParams(seed=3), vocab=vocab, rows=n), row, range(n))
     edges = np.unique(np.geomspace(1, vocab, 25).astype(np.int64))
     mass = np.add.reduceat(row.double().softmax(-1).numpy(), np.append(0, edges[:-1]))
     counts = np.bincount(np.searchsorted(edges, tokens, side="right"), minlength=len(edges))
@@ -115,19 +115,17 @@ MIXED = [
 def test_tokens_do_not_depend_on_the_batch(vocab: int) -> None:
     logits, n = random_logits(len(MIXED), vocab), len(MIXED)
     slots, positions = list(range(1, n + 1)), [5 + 3 * i for i in range(n)]
-    together = sample(make(*MIXED, vocab=vocab), logits, slots, positions)
+    together, shuffler, alone = (make(*MIXED, vocab=vocab, rows=n) for _ in range(3))
+    expected = sample(together, logits, slots, positions)
     order = np.random.default_rng(0).permutation(n)
-    shuffled = sample(
-        make(*MIXED, vocab=vocab), logits[order], [slots[i] for i in order], [positions[i] for i in order]
-    )
-    assert shuffled.tokens.tolist() == together.tokens[order].tolist()
-    alone = make(*MIXED, vocab=vocab)
+    shuffled = sample(shuffler, logits[order], [slots[i] for i in order], [positions[i] for i in order])
+    assert shuffled.tokens.tolist() == expected.tokens[order].tolist()
     for i in range(n):
         one = sample(alone, logits[i : i + 1], [slots[i]], [positions[i]])
-        assert one.tokens.tolist() == [int(together.tokens[i])]
-        assert (0 in one.logprobs) == (i in together.logprobs)
-        if i in together.logprobs:
-            assert one.logprobs[0].chosen == together.logprobs[i].chosen
+        assert one.tokens.tolist() == [int(expected.tokens[i])]
+        assert (0 in one.logprobs) == (i in expected.logprobs)
+        if i in expected.logprobs:
+            assert one.logprobs[0].chosen == expected.logprobs[i].chosen
 
 
 def test_equal_seed_and_position_draw_equal_noise_in_any_slot() -> None:

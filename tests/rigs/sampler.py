@@ -43,9 +43,10 @@ class Sampler:
         device: torch.device,
         processors: Mapping[str, Processor] = MappingProxyType({}),
         kernels: SamplingKernels = torch_kernels,
+        slots: int | None = None,
     ) -> None:
-        """`processors` by name."""
-        self._tables = SlotTables(max_rows, 1, device)
+        """`processors` by name. For `max_rows` samples at once, of `slots` slots: as many if that is None."""
+        self._tables = SlotTables(max_rows if slots is None else slots, 1, device)
         slots, positions, count = (
             torch.zeros(n, dtype=torch.int32, device=device) for n in (max_rows, max_rows, 1)
         )

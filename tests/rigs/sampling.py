@@ -51,9 +51,9 @@ def new_slot(
     return NewSlot(slot, params, ints(prompt), ints(output), 0)
 
 
-def make(*params: SamplingParams, vocab: int = VOCAB) -> Sampler:
-    """A sampler whose slots 1, 2, ... have `params` and a prompt of 3 tokens."""
-    sampler = Sampler(max(len(params), 4_000), vocab, CPU)
+def make(*params: SamplingParams, vocab: int = VOCAB, rows: int = 4_000) -> Sampler:
+    """A sampler of `rows` samples at once whose slots 1, 2, ... have `params` and a prompt of 3 tokens."""
+    sampler = Sampler(max(len(params), rows), vocab, CPU, slots=len(params))
     sampler.apply(
         [new_slot(i + 1, p) for i, p in enumerate(params)],
     )
