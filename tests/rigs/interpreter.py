@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -18,6 +20,10 @@ def speed_up() -> None:
     _remember_types()
     _unwrap_what_is_wrapped()
     _broadcast_what_differs()
+    _check_operands_once()
+    _make_handles()
+    _make_masks_once()
+    _reduce_slices()
     # The checks of overflows are computed, but only asserted with `debug`: a third of the kernel tests' time.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -100,13 +106,15 @@ def _remember_types() -> None:
     tl.block_type.with_element_ty = with_element_ty
 
     make_tensor: Callable[[tl.tensor, Any, tl.dtype], None] = tl.tensor.__init__
-    tensors: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, tuple[Any, Any, tl.dtype]] = {}
 
     def init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
-        if type.name not in tensors:
-            make_tensor(self, None, type)
-            tensors[type.name] = vars(self).copy()
-        vars(self).update(tensors[type.name], handle=handle)
+        found = tensors.get(type.name)
+        if found is None:
+            make_tensor(self, handle, type)
+            found = tensors[type.name] = self.shape, self.numel, self.dtype
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = found
 
     tl.tensor.__init__ = init_tensor
 
@@ -158,3 +166,121 @@ def _broadcast_what_differs() -> None:
 
 def _sizes(tensor: tl.tensor) -> Any:
     return tensor.type.shape.values if tensor.type.is_block() else None
+
+
+def _check_operands_once() -> None:
+    """What two operands become before they are added, compared and so on depends on their types, and on the
+    value of what is a number. Sizes are not made alike: numpy does that as it computes."""
+    semantic = interpreter.TritonSemantic
+    check = semantic.binary_op_type_checking_impl
+    plans: dict[tuple[Any, ...], tuple[_Operand, _Operand]] = {}
+
+    def check_operands(self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> tuple[Any, Any]:
+        key = _kind(lhs), _kind(rhs), options, *named.items()
+        if key not in plans:
+            left, right = check(self, lhs, rhs, *options, **named)
+            plans[key] = _Operand(lhs, left), _Operand(rhs, right)
+        one, other = plans[key]
+        return one.of(lhs, self), other.of(rhs, self)
+
+    semantic.binary_op_type_checking_impl = check_operands
+
+
+def _kind(operand: Any) -> Any:
+    """Of a tensor its type, of a number also its value; there are two zeros, which are equal."""
+    if type(operand) is tl.tensor:
+        return operand.type.name
+    return type(operand), operand or str(operand)
+
+
+class _Operand:
+    """What operands of one kind become. `number`: the handle of a number; `stays`: nothing changes."""
+
+    def __init__(self, operand: Any, made: tl.tensor) -> None:
+        self.type, self.number = made.type, None
+        self.stays = type(operand) is tl.tensor and operand.type.name == made.type.name
+        if type(operand) is not tl.tensor:
+            data = made.handle.data.reshape(-1)[:1].copy()
+            data.setflags(write=False)  # of all that are like it
+            self.number = interpreter.TensorHandle(data, made.handle.dtype)
+
+    def of(self, operand: Any, semantic: Any) -> Any:
+        """What one of them becomes."""
+        if self.stays:
+            return operand
+        handle = semantic.cast(operand, self.type.scalar).handle if self.number is None else self.number
+        return semantic.tensor(handle, self.type)
+
+
+def _make_handles() -> None:
+    """Each is checked for whether numpy's elements fit those of Triton."""
+    check = interpreter.TensorHandle.__post_init__
+    fitting: set[tuple[int, str]] = set()
+
+    def init(self: Any, data: Any, dtype: tl.dtype) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {}
+        sizes = data.itemsize, dtype.name
+        if sizes not in fitting:
+            check(self)
+            fitting.add(sizes)
+
+    interpreter.TensorHandle.__init__ = init
+
+
+def _make_masks_once() -> None:
+    """A load without a mask has one of ones, and one without other values has zeros there. And an axis more
+    takes numpy less than its own function, which takes any number of them."""
+    builder = interpreter.InterpreterBuilder
+
+    @cache
+    def full(shape: tuple[int, ...], value: int, dtype: Any) -> Any:
+        array = np.full(shape, value, dtype)
+        array.setflags(write=False)
+        return array
+
+    def load(self: Any, ptr: Any, cache_policy: object, is_volatile: bool) -> Any:
+        mask = interpreter.TensorHandle(full(ptr.data.shape, 1, np.bool_), tl.int1)
+        return self.create_masked_load(ptr, mask, None, cache_policy, is_volatile)
+
+    masked_load = builder.create_masked_load
+
+    def load_masked(
+        self: Any, ptrs: Any, mask: Any, other: Any, cache_policy: object, is_volatile: bool
+    ) -> Any:
+        if other is None:
+            dtype = ptrs.get_element_ty()
+            zeros = full(ptrs.data.shape, 0, interpreter._get_np_dtype(dtype))
+            other = interpreter.TensorHandle(zeros, dtype)
+        return masked_load(self, ptrs, mask, other, cache_policy, is_volatile)
+
+    def expand_dims(self: Any, arg: Any, axis: int) -> Any:
+        data = arg.data[(*(slice(None),) * axis, None)]
+        return interpreter.TensorHandle(data, arg.dtype.scalar)
+
+    builder.create_load, builder.create_masked_load = load, load_masked
+    builder.create_expand_dims = expand_dims
+
+
+def _reduce_slices() -> None:
+    """The interpreter reduces element by element with what is no sum or maximum: here all along the other
+    axes at once, in the same order."""
+    ops = interpreter.ReduceOps
+    by_element = ops.generic_reduce
+
+    def reduce(self: Any, input: tuple[tl.tensor, ...]) -> Any:
+        if self.axis is None or input[0].handle.data.ndim == 1:
+            return by_element(self, input)
+        slices = [
+            [self.to_tensor(part, each.dtype) for part in np.moveaxis(each.handle.data, self.axis, 0)]
+            for each in input
+        ]
+        found = tuple(each[0] for each in slices)
+        for parts in zip(*(each[1:] for each in slices), strict=True):
+            made = self.combine_fn.fn(*found, *parts)
+            found = made if isinstance(made, tuple) else (made,)
+        arrays = (each.handle.data for each in found)
+        if self.keep_dims:
+            arrays = (np.expand_dims(each, self.axis) for each in arrays)
+        return [self.to_tensor(array, each.dtype) for array, each in zip(arrays, input, strict=True)]
+
+    ops.generic_reduce = reduce
