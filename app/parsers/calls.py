@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event
-from app.parsers.cursor import Cursor, Malformed, Steps, any_of, checked_name
+from app.parsers.cursor import Cursor, Malformed, Steps, any_of, behind_spaces, checked_name
 from app.parsers.typed import Types, types_of
 
 Format = Callable[["CallParser"], Steps[None]]
@@ -145,7 +145,7 @@ class CallParser:
         """Pass over white space behind a call, which is content if text follows; the character after it."""
         cursor = self.cursor
         while (sign := (yield from cursor.peek())).isspace():
-            self._space.append(cursor.take(cursor.at + 1))
+            self._space.append(cursor.take(behind_spaces(cursor.text, cursor.at)))
         return sign
 
     def tail(self, end: str) -> Steps[bool]:

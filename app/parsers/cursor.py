@@ -13,6 +13,9 @@ from typing import TypeVar
 
 from app.parsers.json_scan import JsonScanner
 
+_SPACES = re.compile(r"\s*")
+"""What `str.isspace` says, all at once."""
+
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Yields whenever the text has run out; ends with a T."""
@@ -86,23 +89,32 @@ class Cursor:
     def spaces(self) -> Steps[str]:
         """Pass over white space; the character after it, empty at the end."""
         while (sign := (yield from self.peek())).isspace():
-            self.take(self.at + 1)
+            self.take(behind_spaces(self.text, self.at))
         return sign
 
     def expect(self, wanted: str) -> Steps[None]:
         """Take exactly `wanted`. Raises `Malformed`."""
-        for sign in wanted:
-            if (yield from self.peek()) != sign:
+        while wanted:
+            found = self.text[self.at : self.at + len(wanted)]
+            if not wanted.startswith(found) or (self.ended and found != wanted):
+                while not wanted.startswith(found):
+                    found = found[:-1]
+                self.take(self.at + len(found))
                 raise Malformed
-            self.take(self.at + 1)
+            self.take(self.at + len(found))
+            wanted = wanted[len(found) :]
+            if wanted:
+                yield
 
     def skip(self, wanted: str) -> Steps[bool]:
         """Take `wanted` if it comes next; otherwise nothing, except the start of it at the text's end."""
-        for count in range(1, len(wanted) + 1):  # a different first character is seen at once
-            if (found := (yield from self.ahead(count))) != wanted[:count]:
-                if wanted.startswith(found):
-                    self.take(len(self.text))
+        while (found := self.text[self.at : self.at + len(wanted)]) != wanted:
+            if not wanted.startswith(found):
                 return False
+            if self.ended:
+                self.take(len(self.text))
+                return False
+            yield
         self.take(self.at + len(wanted))
         return True
 
@@ -110,7 +122,10 @@ class Cursor:
         """Take characters for as long as they belong. Raises `Malformed` for more than `limit`."""
         taken = ""
         while (sign := (yield from self.peek())) and belongs(sign):
-            taken += self.take(self.at + 1)
+            end, most = self.at + 1, min(len(self.text), self.at + limit - len(taken) + 1)
+            while end < most and belongs(self.text[end]):
+                end += 1
+            taken += self.take(end)
             if len(taken) > limit:
                 raise Malformed
         return taken
@@ -175,12 +190,21 @@ def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 def held(text: str, start: int, markers: tuple[str, ...]) -> int:
     """How many of the last characters of text[start:] could begin a marker."""
-    size, most = len(text), 0
-    for marker in markers:
-        # Nearly every text has none of a marker's first character near its end.
-        at = text.find(marker[0], max(start, size - len(marker) + 1))
-        while at >= 0 and not marker.startswith(text[at:]):
-            at = text.find(marker[0], at + 1)
-        if at >= 0:
-            most = max(most, size - at)
-    return most
+    begun, longest = beginnings(markers)
+    found = begun.search(text, max(start, len(text) - longest))
+    return len(text) - found.start() if found else 0
+
+
+@lru_cache
+def beginnings(marks: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
+    """Finds the longest beginning of one of them at a text's end, and how long it may be."""
+    found = {re.escape(mark[:end]) for mark in marks for end in range(1, len(mark))}
+    longest = max(map(len, marks), default=1) - 1
+    return re.compile(f"(?:{'|'.join(sorted(found))})\\Z" if found else "(?!)"), longest
+
+
+def behind_spaces(text: str, at: int) -> int:
+    """Where the white space that begins at `at` ends."""
+    found = _SPACES.match(text, at)
+    assert found is not None
+    return found.end()
