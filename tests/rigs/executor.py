@@ -29,7 +29,7 @@ REJECTED = -8
 def next_token(tokens: Iterable[int] | Ints, vocab_size: int) -> int:
     """The model: a polynomial hash of the whole prefix."""
     state = 17
-    for token in np.asarray(list(tokens), np.int64).tolist():
+    for token in tokens.tolist() if isinstance(tokens, np.ndarray) else tokens:
         state = (state * 1_000_003 + token + 1) % 2_147_483_647
     return state % vocab_size
 
@@ -304,20 +304,20 @@ class FakeExecutor:
             assert (self.length[slots] >= plan.common).all()
 
     def _store(self, slot: int, start: int, tokens: Ints | np.ndarray) -> None:
-        positions = np.arange(start, start + len(tokens))
-        assert start + len(tokens) <= self.limit[slot], "a row writes past its limit"
-        size = self._capabilities.page_size
-        pages = self.table[slot, positions // size]
-        assert (pages > 0).all(), "a row writes to the dump page"
-        stored = np.asarray(tokens, np.int64)
-        self.pool[pages, positions % size] = np.where(stored < 0, stored, stored + self._mark(slot))
-        self.length[slot] = start + len(tokens)
+        end = start + len(tokens)
+        assert end <= self.limit[slot], "a row writes past its limit"
+        added, size = self._mark(slot), self._capabilities.page_size
+        for position, token in enumerate(np.asarray(tokens).tolist(), start):
+            page = self.table.item(slot, position // size)
+            assert page > 0, "a row writes to the dump page"
+            self.pool[page, position % size] = token if token < 0 else token + added
+        self.length[slot] = end
 
     def _sample(self, slot: int) -> int:
-        positions = np.arange(self.length[slot])
-        size = self._capabilities.page_size
-        seen = self.pool[self.table[slot, positions // size], positions % size]
-        assert (seen >= 0).all(), "a row reads a cell that was not written"
+        length = self.length.item(slot)
+        pages = -(-length // self._capabilities.page_size)
+        seen = self.pool[self.table[slot, :pages]].reshape(-1)[:length]
+        assert seen.min(initial=0) >= 0, "a row reads a cell that was not written"
         token = -1 if slot in self.nan_slots else next_token(seen, self._capabilities.vocab_size)
         self.cell[slot] = max(token, 0)
         return token
