@@ -168,6 +168,9 @@ ONLY: Mapping[str, str] = {
 SPECULATION = "--speculative-config"
 """vLLM's flag of which one JSON object is the value."""
 
+THEIRS = frozenset({*RENAMED, *SWITCHES, *IGNORED, *IGNORED_VALUES, *ONLY, SPECULATION})
+"""All of their flags that are known here."""
+
 _VALUED = {*RENAMED, *VALUES, *IGNORED_VALUES, *ONLY, SPECULATION}
 
 _UNBOUNDED = {
@@ -227,13 +230,12 @@ class Translated(msgspec.Struct, frozen=True):
 
 
 def translate(argv: Sequence[str]) -> Translated:
-    """`argv` without the program's name. Raises `ConfigError` for a value that only they support."""
+    """`argv` without the names of the program and the command. Raises `ConfigError` for a value that only
+    they support."""
     done = Translated([], [], {})
     words = iter(argv)
-    if argv[:1] == ["serve"]:
-        next(words)
-        if len(argv) > 1 and not argv[1].startswith("-"):  # vLLM: `serve MODEL`
-            done.flags.extend(("--model", next(words)))
+    if argv and not argv[0].startswith("-"):  # vLLM: `serve MODEL`
+        done.flags.extend(("--model", next(words)))
     for word in words:
         _take(done, word, words)
     return done

@@ -32,12 +32,13 @@ from app.text.tokenizer import Tokenizer
 from core.adapters import AdapterInfo, AdapterLimits, adapter_limits, adapters_at_start
 from core.cache.manager import CacheManager
 from core.clock import monotonic
-from core.config import Config, ModelConfig, resolve_algorithm
+from core.config import Config, ModelConfig
 from core.env import cache_dir, read_object
 from core.errors import ConfigError
 from core.executor import Capabilities, Executor
 from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
+from core.speculation import resolve_algorithm
 from gpu.build import Beside, Drafting, build_executor, pooling_of
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler, Refused
@@ -69,6 +70,8 @@ class Live(msgspec.Struct, frozen=True):
     adapters: list[AdapterInfo]
     """To load at the start."""
     grammars: Compiler | None
+    memory: tuple[str, ...]
+    """What the memory of each device holds, one phrase a part."""
 
     async def start(self) -> None:
         """Start the engines on the running loop. Raises `ConfigError` for an adapter that is refused."""
@@ -103,7 +106,7 @@ def load(config: Config, progress: Progress) -> Live:
     beside = Beside(_drafting(config, progress), limits, config.parallel)
     executors = _executors(config, spec, checkpoint.path, beside, progress)
     executor = executors[0]
-    progress("ready", 1.0)
+    progress("engine", 0.0)
     if limits is not None and executor.capabilities.adapters is None:
         raise ConfigError("LoRA adapters are not available for this model on this device.")
     engines = [_engine(each, config) for each in executors]
@@ -124,7 +127,7 @@ def load(config: Config, progress: Progress) -> Live:
         settings=config.serve,
         helper=helper,
     )
-    return Live(replicas, submitter, loaded, registry, adapters, grammars)
+    return Live(replicas, submitter, loaded, registry, adapters, grammars, executor.capabilities.memory)
 
 
 def load_executors(config: Config, progress: Progress) -> list[LocalExecutor]:

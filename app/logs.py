@@ -10,11 +10,16 @@ import time
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 
+from tqdm import tqdm
+
 log = logging.getLogger(__name__)
 
 KEPT = 10_000
 """Lines that may wait to be written; further ones are dropped and counted. A pipe that is not read takes 64
 KB and then blocks its writer, which must not be the event loop."""
+
+BARE = {"bare": True}
+"""`extra` of a record whose line has no time, level and name in front: something to be read or copied."""
 
 PATIENCE = 1.0
 """Seconds that the exit waits for lines to be written."""
@@ -28,7 +33,7 @@ class OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The head line of a record."""
-        text = super().formatMessage(record)
+        text = record.message if getattr(record, "bare", False) else super().formatMessage(record)
         return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
@@ -45,7 +50,10 @@ class StderrWriter(QueueListener):
         if lost := self.dropped - self._reported:
             self._reported += lost
             sys.stderr.write(f"{lost} lines were dropped: stderr was not read\n")
-        sys.stderr.write(f"{record.msg}\n")
+        if sys.stderr.isatty():
+            tqdm.write(record.msg, file=sys.stderr)  # above the bar that may be shown there
+        else:
+            sys.stderr.write(f"{record.msg}\n")
         sys.stderr.flush()
 
 

@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol
 from app import logs
 from app.compose import follow
 from app.process import FAILED, begin, leave
+from app.stages import Stages
 from core.config import Config
 from core.errors import EngineFailed
 
@@ -71,7 +72,7 @@ class _Node:
         self.signals = 0
 
     def work(self) -> None:
-        self.ranks = follow(self._config, lambda stage, share: log.debug("%s %d%%", stage, 100 * share))
+        self.ranks = follow(self._config, Stages())
         self.ranks.run()
         log.info("node 0 has ended")
 

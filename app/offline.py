@@ -34,6 +34,7 @@ from app.engine.reasoning_budget import watched
 from app.http.decoding import converted
 from app.http.delivery import running
 from app.outputs import Choice, Delta, Output, delta_of, output_of
+from app.stages import Stages
 from core.adapters import adapters_at_start
 from core.config import (
     PARSERS,
@@ -44,10 +45,10 @@ from core.config import (
     ParallelConfig,
     ScheduleConfig,
     SpeculativeConfig,
-    check_speculation,
 )
 from core.errors import ConfigError, LoomError, Unavailable, field_error
 from core.nodes import check_nodes
+from core.speculation import check_speculation
 from core.types import Floats
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class LLM:
 
     def _open(self, config: Config, progress: bool) -> None:
         self._progress = progress
-        self._live = load(config, lambda stage, share: log.info("%s %d%%", stage, 100 * share))
+        self._live = load(config, Stages())
         self.window = 2 * sum(each.capabilities.max_rows for each in self._live.replicas.engines)
         """Requests at once that keep the engines full."""
         self._stop = asyncio.Event()

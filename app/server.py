@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import uvloop
-from aiohttp import web
 
 from app import logs
 from app.api.openai.files import BATCHES
@@ -26,17 +23,18 @@ from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.engine.watchdog import Watchdog
 from app.http.server import Runner
+from app.listen import Address, listen
 from app.process import FAILED, HUNG, begin, leave, raise_file_limit
 from app.service import Health, Phase, Service
+from app.stages import Stages
+from app.summary import summary
 from core.adapters import adapters_at_start
 from core.clock import monotonic
-from core.config import Config, ServeConfig, SpeculativeConfig
+from core.config import Config, SpeculativeConfig
 from core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 4096
-"""Listen backlog: a burst of new connections must not be reset."""
 SWITCH_SECONDS = 0.0005
 """Switch interval of the GIL. With Python's default, 5 ms, another thread could delay the loop by a step."""
 DRAIN_POLL = 0.02
@@ -78,6 +76,7 @@ class Server:
         self._stop = asyncio.Event()
         self._exit_code = 0
         self._submitter: Submitter | None = None
+        self._stages = Stages()
 
     async def serve(self) -> int:
         """Bind, load, serve and drain; returns the exit code."""
@@ -89,12 +88,12 @@ class Server:
         runner = Runner(application, shutdown_timeout=SHUTDOWN_GRACE)
         await runner.setup()
         try:
-            log.info("listening on %s, loading the model", await listen(runner, serve))
-            begun = time.perf_counter()
+            address = await listen(runner, serve)
+            log.info("listening on %s, loading the model", address)
             loading = begin(partial(load, self._config, self._progress), "loom-load")
             live = await self._while_running(asyncio.wrap_future(loading))
             if live is not None:
-                await self._run_engine(live, application[BATCHES], begun)
+                await self._run_engine(live, application[BATCHES], address)
         finally:
             await runner.cleanup()
         return self._exit_code
@@ -103,10 +102,13 @@ class Server:
 
     def _progress(self, stage: str, share: float) -> None:
         """Called in the loading thread, which is safe: one frozen record replaces another."""
+        self._stages(stage, share)
         if self._service.health.phase is Phase.STARTING:
-            self._service.health = Health(Phase.STARTING, stage, share)
+            self._service.health = Health(
+                Phase.STARTING, stage, share, seconds_left=self._stages.seconds_left
+            )
 
-    async def _run_engine(self, live: Live, batches: Batches, begun: float) -> None:
+    async def _run_engine(self, live: Live, batches: Batches, address: Address) -> None:
         replicas, self._submitter = live.replicas, live.submitter
         replicas.on_failure = partial(self._on_failure, replicas)
         loop = asyncio.get_running_loop()
@@ -121,7 +123,8 @@ class Server:
         housekeeping.start()
         self._service.ready(live.loaded)
         batches.start(self._service, BackgroundCapacity(replicas))
-        log.info("%s is ready after %.1f s", live.loaded.card.name, time.perf_counter() - begun)
+        for line in summary(address, self._config.serve, live.loaded, live.memory):
+            log.info("%s", line, extra=logs.BARE)
         try:
             await self._stop.wait()
             await batches.stop()  # the rest of their lines runs after the next start
@@ -185,33 +188,3 @@ def public_settings(config: Config) -> dict[str, object]:
     if config.speculative == SpeculativeConfig():
         del settings["speculative"]
     return dict(settings)
-
-
-async def listen(runner: Runner, serve: ServeConfig) -> str:
-    """Take connections from now on. Returns where. Raises `ConfigError` naming the flag to change."""
-    if serve.uds:
-        try:
-            await web.UnixSite(runner, serve.uds, backlog=BACKLOG).start()
-        except OSError as error:
-            raise ConfigError(f"--uds {serve.uds}: {error.strerror or error}.") from error
-        return serve.uds
-    listener = bind(serve.host, serve.port)
-    await web.SockSite(runner, listener, backlog=BACKLOG).start()
-    host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}"
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises `ConfigError` naming the flag to change."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}. "
-            "Choose another with --port (0 takes a free one) or --host."
-        ) from error
-    return listener

@@ -171,9 +171,11 @@ class Phase(Enum):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`stage` and `progress` (0 to 1) of startup; `reason` why the server is not ready."""
+    """`stage` and `progress` (0 to 1) of startup; `reason` why the server is not ready; `seconds_left` of the
+    stage, None while nothing says how many."""
 
     phase: Phase = Phase.STARTING
     stage: str = "starting"
     progress: float = 0.0
     reason: str | None = None
+    seconds_left: float | None = None

@@ -29,8 +29,8 @@ import msgspec
 import numpy as np
 import uvloop
 
-from app.cli import parse
 from app.compose import load_executors
+from app.settings import parse
 from bench.load.main import main as load
 from bench.load.prompts import Source
 from bench.load.workloads import Workload

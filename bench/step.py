@@ -27,8 +27,8 @@ import numpy as np
 import torch
 import uvloop
 
-from app.cli import parse
 from app.compose import load_executors
+from app.settings import parse
 from bench.experts import ExpertWatch
 from bench.lag import Lag
 from bench.results import save

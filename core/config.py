@@ -1,14 +1,12 @@
-"""The operator's settings in groups. A field's name is its flag, the text beside its type its `--help`."""
+"""The operator's settings in groups. A field's name is its flag, the text beside its type its `--help`, and
+the word in capitals after that the unit or kind of its value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
-from core.errors import ConfigError
 from core.types import LogprobsMode
 
 SchedulePolicy = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
@@ -24,13 +22,15 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         str,
         "a Hugging Face directory, a .gguf file or a hub id; "
         "empty serves SmolLM2-135M-Instruct, fetched once",
+        "MODEL",
     ] = ""
     served_model_name: Annotated[
         tuple[str, ...],
         "names that clients may use; answers carry the first; none: the model's own",
+        "NAME",
     ] = ()
-    tokenizer: Annotated[str, "directory with tokenizer.json, if not the model's"] = ""
-    chat_template: Annotated[str, "file with a Jinja chat template that replaces the model's"] = ""
+    tokenizer: Annotated[str, "directory with tokenizer.json, if not the model's", "DIR"] = ""
+    chat_template: Annotated[str, "file with a Jinja chat template that replaces the model's", "FILE"] = ""
     generation_config: Annotated[
         Literal["auto", "none"],
         "auto: the model's generation_config.json gives the defaults of temperature, top_k, "
@@ -62,17 +62,22 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         int,
         "CPU threads of products; 0: as many as there are CPUs for this process, by its affinity and its "
         "cgroup's quota",
+        "THREADS",
         Meta(ge=0, le=1024),
     ] = 0
     attention_backend: Annotated[
         str,
         "attention backend on a GPU: NAME, or prefill=NAME,decode=NAME; empty: the fastest "
         "one measured; one that does not support the model is rejected with the reason",
+        "NAME",
     ] = ""
-    context_length: Annotated[int, "maximum tokens of prompt and output; 0: the model's own", Meta(ge=0)] = 0
+    context_length: Annotated[
+        int, "maximum tokens of prompt and output; 0: the model's own", "TOKENS", Meta(ge=0)
+    ] = 0
     logit_processor: Annotated[
         str,
         "logit processors that requests may name: NAME=package.module:callable, separated by commas",
+        "NAME=CODE",
     ] = ""
     offline: Annotated[bool, "never download a model"] = False
 
@@ -80,20 +85,21 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 class CacheConfig(Struct, frozen=True, kw_only=True):
     """The KV pool and the radix tree."""
 
-    page_size: Annotated[int, "tokens in a page, a power of two", Meta(ge=1, le=256)] = 16
-    kv_tokens: Annotated[int, "tokens in the KV pool; 0: what fits in memory", Meta(ge=0)] = 0
+    page_size: Annotated[int, "tokens in a page, a power of two", "TOKENS", Meta(ge=1, le=256)] = 16
+    kv_tokens: Annotated[int, "tokens in the KV pool; 0: what fits in memory", "TOKENS", Meta(ge=0)] = 0
     kv_dtype: Annotated[
         Literal["auto", "fp8"],
         "data type of the KV pool; auto: the model's; fp8: e4m3 on a GPU, half the size",
     ] = "auto"
     mem_fraction: Annotated[
-        float, "share of free memory for the KV pool; 0: chosen by device", Meta(ge=0, le=0.98)
+        float, "share of free memory for the KV pool; 0: chosen by device", "SHARE", Meta(ge=0, le=0.98)
     ] = 0.0
     radix_cache: Annotated[bool, "prefix caching: reuse the KV of equal prefixes"] = True
     eviction: Annotated[Eviction, "policy that chooses the cached pages to evict"] = "lru"
     pin_share: Annotated[
         float,
         "maximum share of the pool for prefixes that clients pin; one client gets at most half of it",
+        "SHARE",
         Meta(ge=0, le=1),
     ] = 0.5
 
@@ -104,40 +110,45 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
     step_tokens: Annotated[
         int,
         "maximum tokens of a step, decodes first, then prompt chunks; 0: chosen by device",
+        "TOKENS",
         Meta(ge=0),
     ] = 0
     itl_target: Annotated[
         float,
         "milliseconds between two tokens of a stream while prompts are computed: chunks are sized so that a "
         "step with decode rows takes no longer; 0: no limit",
+        "MS",
         Meta(ge=0),
     ] = 0.0
     prefill_weight: Annotated[
         float,
         "with --itl-target, prompts take at most this share of the device's time beside decode rows: "
         "w * prompts / (w * prompts + rows)",
+        "WEIGHT",
         Meta(gt=0),
     ] = 32.0
-    max_running: Annotated[int, "maximum running requests; 0: chosen by device", Meta(ge=0)] = 0
+    max_running: Annotated[int, "maximum running requests; 0: chosen by device", "REQUESTS", Meta(ge=0)] = 0
     order: Annotated[SchedulePolicy, "which waiting request runs next"] = "fcfs"
     prefill_first: Annotated[bool, "run prompts in steps of their own, before decodes"] = False
     overlap_depth: Annotated[
         int,
         "steps planned ahead of the device; 0: wait for every result; 1: two while a GPU's steps take less "
         "than 1.5 ms",
+        "STEPS",
         Meta(ge=0, le=2),
     ] = 1
     cuda_graphs: Annotated[bool, "capture CUDA graphs of the steps at startup; off: eager mode"] = True
     conservativeness: Annotated[
-        float, "scales the KV space reserved for running requests to grow", Meta(gt=0, le=10)
+        float, "scales the KV space reserved for running requests to grow", "FACTOR", Meta(gt=0, le=10)
     ] = 1.0
-    max_queued: Annotated[int, "waiting requests before 429", Meta(ge=1)] = 4096
-    max_queued_tokens: Annotated[int, "waiting prompt tokens before 429", Meta(ge=1)] = 16_000_000
-    waiting_timeout: Annotated[float, "seconds a request may wait; 0: no limit", Meta(ge=0)] = 0.0
-    running_timeout: Annotated[float, "seconds a request may run; 0: no limit", Meta(ge=0)] = 0.0
+    max_queued: Annotated[int, "waiting requests before 429", "REQUESTS", Meta(ge=1)] = 4096
+    max_queued_tokens: Annotated[int, "waiting prompt tokens before 429", "TOKENS", Meta(ge=1)] = 16_000_000
+    waiting_timeout: Annotated[float, "seconds a request may wait; 0: no limit", "SECONDS", Meta(ge=0)] = 0.0
+    running_timeout: Annotated[float, "seconds a request may run; 0: no limit", "SECONDS", Meta(ge=0)] = 0.0
     preemption_gap: Annotated[
         int,
         "with order=priority: minimum difference in priority for preemption",
+        "PRIORITY",
         Meta(ge=1),
     ] = 10
 
@@ -149,7 +160,7 @@ MAX_NODES: Final = 31
 
 
 class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{}".format):
-    """Speculative decoding. `check_speculation` says which of these fit together."""
+    """Speculative decoding. `core/speculation.py` says which of these fit together."""
 
     algorithm: Annotated[
         Algorithm,
@@ -158,37 +169,41 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
         "that of the head, by its config.json, or none without one",
     ] = "auto"
     draft_model_path: Annotated[
-        str, "the head or small model that drafts: a Hugging Face directory or a hub id"
+        str, "the head or small model that drafts: a Hugging Face directory or a hub id", "MODEL"
     ] = ""
     num_draft_tokens: Annotated[
         int,
         "maximum tokens of a request that a step verifies: its last one and its drafts (vLLM's "
         f"num_speculative_tokens plus 1), 2 to {MAX_DRAFTS + 1}, of a tree to {MAX_NODES + 1}; "
         "0: chosen by algorithm",
+        "TOKENS",
         Meta(ge=0, le=MAX_NODES + 1),
     ] = 0
     num_steps: Annotated[
         int,
         "times the draft model runs to draft one token after the other; "
         "0: --speculative-num-draft-tokens less 1",
+        "STEPS",
         Meta(ge=0, le=MAX_DRAFTS),
     ] = 0
     eagle_topk: Annotated[
         int,
         "drafts that branch off each draft, and drafts of each depth that do: above 1 a tree, of which "
         "--speculative-num-draft-tokens less 1 drafts are verified; 1: a chain",
+        "DRAFTS",
         Meta(ge=1, le=MAX_NODES),
     ] = 1
     prompt_lookup_min: Annotated[
-        int, "ngram: fewest tokens at the end of a text that are looked up", Meta(ge=1, le=32)
+        int, "ngram: fewest tokens at the end of a text that are looked up", "TOKENS", Meta(ge=1, le=32)
     ] = 2
     prompt_lookup_max: Annotated[
-        int, "ngram: most tokens at the end of a text that are looked up", Meta(ge=1, le=32)
+        int, "ngram: most tokens at the end of a text that are looked up", "TOKENS", Meta(ge=1, le=32)
     ] = 8
     ngram_capacity: Annotated[
         int,
         "ngram: tokens of answers that are kept and looked up too, each for requests with the same API key, "
         "cache_salt and extra_key; 0: only the request's own text is",
+        "TOKENS",
         Meta(ge=0, le=2**30),
     ] = 2**22
 
@@ -205,22 +220,29 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     """Several devices."""
 
     tp: Annotated[
-        int, "tensor parallelism: GPUs (or threads of a CPU) that divide each replica", Meta(ge=1)
+        int, "tensor parallelism: GPUs (or threads of a CPU) that divide each replica", "GPUS", Meta(ge=1)
     ] = 1
     nnodes: Annotated[
-        int, "processes, on as many hosts or on one, that divide the ranks of --tp among them", Meta(ge=1)
+        int,
+        "processes, on as many hosts or on one, that divide the ranks of --tp among them",
+        "NODES",
+        Meta(ge=1),
     ] = 1
     node_rank: Annotated[
         int,
         "number of this process among --nnodes: 0 serves, the others run ranks for it",
+        "NODE",
         Meta(ge=0),
     ] = 0
     dist_init_addr: Annotated[
-        str, "HOST:PORT of node 0, where the others find it; under torchrun all three come from it"
+        str,
+        "HOST:PORT of node 0, where the others find it; under torchrun all three come from it",
+        "HOST:PORT",
     ] = ""
     dp: Annotated[
         int,
         "replicas of the model behind one port, each on GPUs of its own, with its own KV pool and prefixes",
+        "REPLICAS",
         Meta(ge=1, le=64),
     ] = 1
     load_balance_method: Annotated[
@@ -229,10 +251,11 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         "prefix, unless another has less to do by more than this saves; shortest-queue: the fewest requests; "
         "fewest-tokens: the fewest tokens to do",
     ] = "cached-prefix"
-    base_gpu_id: Annotated[int, "number of the first GPU", Meta(ge=0)] = 0
+    base_gpu_id: Annotated[int, "number of the first GPU", "GPU", Meta(ge=0)] = 0
     gpu_id_step: Annotated[
         int,
         "distance between the numbers of two GPUs; 0: all replicas on one GPU, which need --mem-fraction",
+        "GPUS",
         Meta(ge=0),
     ] = 1
 
@@ -254,40 +277,48 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         'adapters to load at startup: NAME=PATH, PATH, or {"name": NAME, "path": PATH, "pinned": true}, '
         "where a pinned one always stays in memory; implies --enable-lora",
+        "ADAPTER",
     ] = ()
     lora_root: Annotated[
         tuple[str, ...],
         "directories whose adapters may be loaded while serving; none: only those of --lora",
+        "DIR",
     ] = ()
     max_loras_per_batch: Annotated[
-        int, "maximum adapters of running requests, which are on the device", Meta(ge=1, le=1024)
+        int, "maximum adapters of running requests, which are on the device", "ADAPTERS", Meta(ge=1, le=1024)
     ] = 8
     max_loaded_loras: Annotated[
         int,
         "maximum adapters in host memory; further ones are read from the disk again when they are needed; "
         "0: as many as --max-loras-per-batch, or all of --lora",
+        "ADAPTERS",
         Meta(ge=0),
     ] = 0
     max_lora_rank: Annotated[
-        int, "maximum rank of an adapter; 0: that of the adapters of --lora, or 16", Meta(ge=0, le=1024)
+        int,
+        "maximum rank of an adapter; 0: that of the adapters of --lora, or 16",
+        "RANK",
+        Meta(ge=0, le=1024),
     ] = 0
     lora_target_modules: Annotated[
         tuple[str, ...],
         "matrices that adapters may change, by their names in the model, or all; none: those of the adapters "
         "of --lora, or all of the layers",
+        "MODULE",
     ] = ()
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True):
     """The HTTP server."""
 
-    host: Annotated[str, "address to listen on"] = "127.0.0.1"
-    port: Annotated[int, "port to listen on; 0 takes a free one", Meta(ge=0, le=65535)] = 8000
-    uds: Annotated[str, "path of a Unix domain socket to listen on instead of --host and --port"] = ""
+    host: Annotated[str, "address to listen on", "ADDRESS"] = "127.0.0.1"
+    port: Annotated[int, "port to listen on; 0 takes a free one", "PORT", Meta(ge=0, le=65535)] = 8000
+    uds: Annotated[str, "path of a Unix domain socket to listen on instead of --host and --port", "PATH"] = ""
     api_key: Annotated[
         tuple[str, ...],
         "API keys; clients must send one as a bearer token; stored data and cached prefixes "
         "are separate for each key; none: no authentication",
+        "KEY",
     ] = ()
     control_routes: Annotated[
         bool, "serve the routes that pause, put to sleep, profile and reload the server"
@@ -316,15 +347,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         "accept a chat_template in requests: sandboxed, limited to a second and half a "
         "gigabyte each; a malicious one can still delay everybody by a quarter of a second",
     ] = False
-    max_body: Annotated[int, "maximum bytes of a request body", Meta(ge=1024)] = 8 * 2**20
+    max_body: Annotated[int, "maximum bytes of a request body", "BYTES", Meta(ge=1024)] = 8 * 2**20
     data_dir: Annotated[
-        str, "directory of files, batches and responses; empty: data in the cache directory"
+        str, "directory of files, batches and responses; empty: data in the cache directory", "DIR"
     ] = ""
     response_store: Annotated[
-        int, "bytes of stored /v1/responses, evicted by LRU; 0: store none", Meta(ge=0)
+        int, "bytes of stored /v1/responses, evicted by LRU; 0: store none", "BYTES", Meta(ge=0)
     ] = 2**30
     drain_timeout: Annotated[
-        float, "seconds that running requests get to finish after SIGTERM", Meta(ge=0)
+        float, "seconds that running requests get to finish after SIGTERM", "SECONDS", Meta(ge=0)
     ] = 30.0
     force_include_usage: Annotated[bool, "streams always end with usage, requested or not"] = False
     return_tokens_as_token_ids: Annotated[
@@ -333,11 +364,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     root_path: Annotated[
         str,
         "path prefix of this server behind a reverse proxy; routes are served with and without it",
+        "PREFIX",
     ] = ""
     watchdog_timeout: Annotated[
         float,
         "seconds a step may take on the device before the server dumps every thread's stack "
         "and exits with code 3; 0: no limit",
+        "SECONDS",
         Meta(ge=0),
     ] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
@@ -345,6 +378,19 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
 LEAST_STEP = 16
 """Minimum of `ScheduleConfig.step_tokens`, where it is not 0."""
+
+COMMON = (
+    "model",
+    "served_model_name",
+    "host",
+    "port",
+    "api_key",
+    "device",
+    "context_length",
+    "mem_fraction",
+    "tp",
+)
+"""Fields that `--help` names first, after `--config`: most starts need no others."""
 
 PARSERS = (
     "tool_parser",
@@ -365,99 +411,3 @@ class Config(Struct, frozen=True, kw_only=True):
     lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     serve: ServeConfig = ServeConfig()
-
-
-def resolve_algorithm(
-    config: SpeculativeConfig,
-    draft: Mapping[str, Any] | None,
-    algorithm_of: Callable[[Mapping[str, Any]], Algorithm],
-) -> SpeculativeConfig:
-    """`config` with its algorithm known: `auto` is what `algorithm_of` says of `draft`, the draft model's
-    config.json, and `none` where there is none. Raises `ConfigError`, also for the head of another one."""
-    if draft is None:
-        found: Algorithm = "none" if config.algorithm == "auto" else config.algorithm
-    elif config.algorithm in ("none", "draft-model"):  # any model of the vocabulary may be the small one
-        found = config.algorithm
-    else:
-        found = algorithm_of(draft)
-        if config.algorithm not in ("auto", found):
-            raise ConfigError(
-                f"{config.draft_model_path} drafts by {found}, "
-                f"not by --speculative-algorithm {config.algorithm}"
-            )
-    config = replace(config, algorithm=found)
-    check_speculation(config)
-    return config
-
-
-def check_speculation(config: SpeculativeConfig) -> None:
-    """Raise `ConfigError` for settings that do not fit together. `none` turns all of them off."""
-    algorithm, drafter = config.algorithm, config.draft_model_path
-    if algorithm == "none" or config == SpeculativeConfig():
-        return
-    if algorithm == "auto" and not drafter:
-        raise ConfigError(
-            "settings of speculative decoding need --speculative-algorithm or --speculative-draft-model-path"
-        )
-    if algorithm == "ngram" and drafter:
-        raise ConfigError("--speculative-algorithm ngram takes no --speculative-draft-model-path")
-    if algorithm != "ngram" and not drafter:
-        raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
-    _check_counts(config)
-    _check_lookup(config)
-
-
-def _check_counts(config: SpeculativeConfig) -> None:
-    tokens, steps = config.num_draft_tokens, config.num_steps
-    if tokens == 1 or (config.eagle_topk == 1 and tokens > MAX_DRAFTS + 1):
-        raise ConfigError(
-            "--speculative-num-draft-tokens counts a request's last token too: "
-            f"it must be 2 to {MAX_DRAFTS + 1}, or 0, not {tokens}"
-        )
-    if config.eagle_topk > 1:
-        _check_tree(config)
-        return
-    if steps and config.algorithm in ("ngram", "dflash"):
-        raise ConfigError(
-            f"--speculative-algorithm {config.algorithm} drafts all tokens at once: it takes "
-            "--speculative-num-draft-tokens, not --speculative-num-steps"
-        )
-    if steps and tokens not in (0, steps + 1):
-        raise ConfigError(
-            f"--speculative-num-steps {steps} drafts a chain: a step verifies {steps + 1} tokens, "
-            f"not --speculative-num-draft-tokens {tokens}"
-        )
-
-
-def _check_tree(config: SpeculativeConfig) -> None:
-    tokens, steps, topk = config.num_draft_tokens, config.num_steps, config.eagle_topk
-    flag = f"--speculative-eagle-topk {topk}"
-    if config.algorithm in ("ngram", "dflash"):
-        raise ConfigError(f"--speculative-algorithm {config.algorithm} drafts no trees: it takes no {flag}")
-    if not (tokens and steps):
-        raise ConfigError(
-            f"{flag} drafts a tree: it needs --speculative-num-steps and --speculative-num-draft-tokens"
-        )
-    if (branching := (steps - 1) * topk) > MAX_NODES:
-        raise ConfigError(
-            f"--speculative-num-steps {steps} with {flag} runs the draft model for {branching} drafts of a "
-            f"request: (steps - 1) * topk must be at most {MAX_NODES}"
-        )
-    if tokens > (most := 1 + topk + branching * topk):
-        raise ConfigError(
-            f"--speculative-num-steps {steps} with {flag} drafts {most - 1} tokens: "
-            f"--speculative-num-draft-tokens must be at most {most}, not {tokens}"
-        )
-
-
-def _check_lookup(config: SpeculativeConfig) -> None:
-    least, most = config.prompt_lookup_min, config.prompt_lookup_max
-    plain = SpeculativeConfig()
-    if config.algorithm != "ngram" and (least, most) != (plain.prompt_lookup_min, plain.prompt_lookup_max):
-        raise ConfigError("--speculative-prompt-lookup-min and -max need --speculative-algorithm ngram")
-    if config.algorithm != "ngram" and config.ngram_capacity != plain.ngram_capacity:
-        raise ConfigError("--speculative-ngram-capacity needs --speculative-algorithm ngram")
-    if least > most:
-        raise ConfigError(
-            f"--speculative-prompt-lookup-min {least} is more than --speculative-prompt-lookup-max {most}"
-        )

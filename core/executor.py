@@ -46,6 +46,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     weight_dtype: str = ""
     """Of the layers' matrices."""
     kv_dtype: str = ""
+    memory: tuple[str, ...] = ()
+    """What the device's memory holds, one phrase a part, as `weights 1.5 GiB`."""
     processors: tuple[str, ...] = ()
     """Names of the logit processors that requests may ask for."""
     adapters: AdapterLimits | None = None

@@ -238,17 +238,25 @@ def _budget(left: int, fraction: float, ranks: int, on_cpu: bool) -> int:
 
 def memory_table(plan: MemoryPlan) -> Sequence[str]:
     """Lines for the log; what a device does not need has none."""
+    return [f"{what:<20} {_gib(size):>10}  {note}".rstrip() for what, size, note in _rows(plan)]
+
+
+def memory_phrases(plan: MemoryPlan) -> tuple[str, ...]:
+    """The same without what was free before, for one line."""
+    return tuple(f"{what} {_gib(size)}" for what, size, _ in _rows(plan)[1:])
+
+
+def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens in {plan.kv_dtype}"
     names = ("graphs", "logits", "penalty counts", "workspace", "drafts", "adapters")
     needs = zip(names, plan.needs.fixed, strict=True)
-    rows = [
+    return [
         ("free before loading", plan.available, ""),
         ("weights", plan.weights, f"in {plan.weight_dtype}"),
         *((what, size, "") for what, size in needs if size),
         ("KV pool", plan.pool, pages),
         ("reserve" if any(plan.needs.fixed) else "left", plan.left, ""),
     ]
-    return [f"{what:<20} {_gib(size):>10}  {note}".rstrip() for what, size, note in rows]
 
 
 def _gib(size: int) -> str:

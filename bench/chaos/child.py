@@ -30,13 +30,14 @@ JSON_SIZES = JsonSizes()
 JSON_SIZES.install()  # before any module of the server makes its decoders
 
 import app.compose  # noqa: E402
+import app.listen  # noqa: E402
 import app.process  # noqa: E402
 import app.server  # noqa: E402
-from app.cli import parse  # noqa: E402
 from app.compose import Live, Progress  # noqa: E402
 from app.http.server import Runner  # noqa: E402
+from app.listen import bind  # noqa: E402
 from app.logs import set_up  # noqa: E402
-from app.server import bind  # noqa: E402
+from app.settings import parse  # noqa: E402
 from bench.chaos import counting  # noqa: E402
 from bench.chaos.faults import FAULTS, Patches  # noqa: E402
 from core.config import Config  # noqa: E402
@@ -60,7 +61,7 @@ class Served:
         with Patches() as patches:
             patches.replace(app.server, "load", self._load)
             patches.replace(app.server, "Runner", self._runner)
-            patches.replace(app.server, "bind", _bind)
+            patches.replace(app.listen, "bind", _bind)
             if device == "tiny":
                 # oneDNN caches up to a thousand compiled kernels, one for each number of rows, 0.3 MB each.
                 # Without packed weights they are not used, and memory growth shows leaks of the server.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from core.env import read_object
 from core.errors import ModelError
@@ -51,25 +50,22 @@ def run_tasks(
 
     The first error cancels what has not begun and is raised.
     """
-    # disable=None: a bar only where somebody can watch it.
-    with tqdm(total=total, desc="weights", unit="tensor", disable=None) as bar:
-        done = iter(range(1, total + 1))
+    done = iter(range(1, total + 1))
 
-        def tick() -> None:
-            bar.update()
-            progress(next(done, total) / total)
+    def tick() -> None:
+        progress(next(done, total) / total)
 
-        def run(task: Task) -> None:
-            with device_thread(device):
-                task(tick)
+    def run(task: Task) -> None:
+        with device_thread(device):
+            task(tick)
 
-        with ThreadPoolExecutor(readers(device), "loom-load") as pool:
-            futures = [pool.submit(run, task) for task in tasks]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(readers(device), "loom-load") as pool:
+        futures = [pool.submit(run, task) for task in tasks]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _reader(filler: Filler, path: Path, names: list[str], holders: Mapping[str, Path]) -> Task:

@@ -7,14 +7,14 @@ import shlex
 import pytest
 
 from app.aliases import IGNORED, IGNORED_VALUES, ONLY, RENAMED, SWITCHES, VALUES, translate
-from app.cli import make_parser, parse, parse_generate
+from app.settings import make_parser, parse, parse_generate
 from core.config import Config
 
 OURS = {flag for action in make_parser()._actions for flag in action.option_strings}
 
 
 def read(line: str) -> Config:
-    return parse(shlex.split(line))
+    return parse(shlex.split(line.removeprefix("serve ")))
 
 
 def test_every_alias_leads_to_a_flag_that_exists() -> None:
@@ -151,7 +151,7 @@ def test_what_we_lack_is_one_line_about_what_was_written(
     line: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse(line.split())
+        parse(line.removeprefix("serve ").split())
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -160,7 +160,7 @@ def test_what_we_lack_is_one_line_about_what_was_written(
 
 def test_a_value_is_never_taken_for_a_flag() -> None:
     assert translate(["--model-path", "serve"]).flags == ["--model", "serve"]
-    assert translate(["serve", "--port", "1"]).flags == ["--port", "1"]
+    assert translate(["m", "--port", "1"]).flags == ["--model", "m", "--port", "1"]
 
 
 def test_help_says_so() -> None:

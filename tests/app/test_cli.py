@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,21 +12,69 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.cli import GROUPS, GenerateFlags, main, make_parser, parse, parse_generate
+from app.cli import main
+from app.process import VERSION
+from app.settings import GROUPS, GenerateFlags, make_parser, parse, parse_generate
 from bench.chaos.tiny import ROOT
 from core.config import Config
 
 
 def test_no_flags_are_the_defaults() -> None:
     assert parse([]) == Config()
-    assert parse(["serve"]) == Config()
 
 
 def test_every_field_is_a_flag_with_help() -> None:
     text = " ".join(make_parser().format_help().split())
-    for _, group in GROUPS:
-        for field in msgspec.structs.fields(group):
+    for group in GROUPS:
+        for field in msgspec.structs.fields(group.kind):
             assert f"--{field.encode_name.replace('_', '-')}" in text
+
+
+def test_help_begins_with_ten_flags_and_shows_every_default_and_unit() -> None:
+    sections = make_parser().format_help().split(" flags:\n")
+    assert sections[0].endswith("common")
+    assert sections[1].count("\n  --") == 9 and sections[1].startswith("  --model ")
+    for section in sections[1:-1]:
+        for entry in section.split("\n  --")[1:]:
+            assert re.search(r"\((default:|required)", entry), entry
+    numbers = [action for action in make_parser().fields.values() if action.type in (int, float)]
+    assert numbers and all(str(action.metavar).isupper() for action in numbers)
+    text = " ".join(make_parser().format_help().split())
+    assert "0: what fits in memory (default: 0)" in text
+    assert "--log-level {debug,info,warning,error} what is logged (default: info)" in text
+    assert "reuse the KV of equal prefixes (default: on)" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"loom {VERSION}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--modle", "m"], "Did you mean --model?"),
+        (["--max-num-seq=3"], "Did you mean --max-num-seqs?"),
+        (["-port", "3"], "Did you mean --port?"),
+        (["genrate"], "Did you mean generate?"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_likely_one(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert meant in error and error.count("\n") == 1
+
+
+def test_a_word_like_none_gets_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--zzz"])
+    assert "Did you mean" not in capsys.readouterr().err
 
 
 def test_flags_reach_their_groups() -> None:

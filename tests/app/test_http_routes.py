@@ -324,10 +324,10 @@ async def test_the_model_answers_to_its_root(server: Server) -> None:
 
 async def test_a_starting_server_says_how_far_it_is(start: Start) -> None:
     server = await start(ready=False)
-    server.service.health = Health(Phase.STARTING, "weights", 0.4321)
+    server.service.health = Health(Phase.STARTING, "weights", 0.4321, seconds_left=12.34)
     assert await get(server, "/health") == (
         503,
-        {"status": "starting", "stage": "weights", "progress": 0.432, "reason": None},
+        {"status": "starting", "stage": "weights", "progress": 0.432, "reason": None, "seconds_left": 12.3},
     )
     for method, path in ((route.method, route.path) for route in TABLE):
         if path not in ALWAYS_THERE and not path.startswith(ON_DISK):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import parse
 from app.compose import follow, load
 from app.offline import LLM
+from app.settings import parse
 from bench.chaos.tiny import dummy_model, flags, free_port
 from core.errors import ConfigError
 from tests.rigs.nodes import at_once

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from app.cli import make_parser, parse, parse_generate
 from app.offline import make_config
 from app.server import public_settings
-from core.config import Algorithm, Config, SpeculativeConfig, resolve_algorithm
+from app.settings import make_parser, parse, parse_generate
+from core.config import Algorithm, Config, SpeculativeConfig
 from core.errors import ConfigError
+from core.speculation import resolve_algorithm
 
 EAGLE3 = SpeculativeConfig(algorithm="eagle3", draft_model_path="org/head", num_draft_tokens=4)
 
@@ -33,8 +34,8 @@ def theirs(**config: object) -> str:
         "--speculative-num-draft-tokens 4",
         "--model-path m --speculative-algorithm EAGLE3 --speculative-draft-model org/head "
         "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
-        "serve m " + theirs(method="eagle3", model="org/head", num_speculative_tokens=3),
-        "serve m "
+        "m " + theirs(method="eagle3", model="org/head", num_speculative_tokens=3),
+        "m "
         + theirs(
             method="eagle3",
             model="org/head",

@@ -9,7 +9,7 @@ import pytest
 
 from app.api.routes import make_app
 from app.http.server import Runner
-from app.server import listen
+from app.listen import listen
 from app.service import Service
 from core.config import ServeConfig
 from core.errors import ConfigError
@@ -20,7 +20,7 @@ async def test_a_server_listens_on_a_path(tmp_path: Path) -> None:
     runner = Runner(make_app(Service({}), serve))
     await runner.setup()
     try:
-        assert await listen(runner, serve) == serve.uds
+        assert str(await listen(runner, serve)) == serve.uds
         async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(serve.uds)) as session:
             async with session.get("http://loom/health") as answer:
                 assert (await answer.json())["status"] == "starting"

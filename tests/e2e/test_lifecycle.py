@@ -91,6 +91,11 @@ async def test_requests_a_disconnecting_client_and_a_drain(
     with serving(*flags(model), "--drain-timeout", "60", own=True) as server:
         before = await server.ready(session)
         assert all(body["status"] == "starting" for body in before)
+        async with asyncio.timeout(PATIENCE):
+            text = ""
+            while "Ctrl-C" not in text:
+                text += server.log()
+        assert server.url in text and "  try it   curl " in text
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
         async with session.post(f"{server.url}/v1/chat/completions", json=body) as answer:
             chat = await answer.json()

@@ -49,6 +49,7 @@ async def health(request: web.Request) -> object:
         "status": state.phase.value,
         "stage": state.stage,
         "progress": round(state.progress, 3),
+        "seconds_left": None if state.seconds_left is None else round(state.seconds_left, 1),
         "reason": state.reason,
     }
     response = json_response(described, 503)
