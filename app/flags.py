@@ -27,7 +27,7 @@ from msgspec.structs import FieldInfo, fields
 
 from app.aliases import THEIRS, translate
 from app.process import VERSION
-from core.config import COMMON
+from core.config import COMMON, Config
 from core.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -63,6 +63,12 @@ class Given(NamedTuple):
 
     values: dict[str, Any]
     origins: dict[str, str]
+
+
+ALL = frozenset(
+    "--" + each.encode_name.replace("_", "-") for group in fields(Config) for each in fields(group.type)
+)
+"""The flags of every setting, also of those that a command does without."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,6 +138,8 @@ class Parser(argparse.ArgumentParser):
         self._renamed = done.renamed
         parsed, unknown = self.parse_known_args(done.flags)
         if unknown:
+            if label and unknown[0].partition("=")[0] in ALL:
+                return Given({}, {})  # one file or environment may be for several commands
             meant = did_you_mean(unknown[0].partition("=")[0], self.names)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         values = {name: value for name, value in vars(parsed).items() if value is not None}
@@ -168,8 +176,13 @@ class Parser(argparse.ArgumentParser):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence that names the most similar of the known words; empty if none is."""
-    found = difflib.get_close_matches(word, sorted(known), n=1, cutoff=ALIKE)
-    return f". Did you mean {found[0]}?" if found else ""
+    found = closest(word, known)
+    return f". Did you mean {found}?" if found else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The most similar of the known words; empty if none is similar."""
+    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=ALIKE)), "")
 
 
 def flag(name: str) -> str:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from app.flags import Given, Group, Parser
+from app.sources import gather
 from core.adapters import adapters_at_start
 from core.config import (
     LEAST_STEP,
@@ -67,15 +68,16 @@ def make_generate_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Settings from command line arguments. Exits with 2 and a one-line message for a wrong flag."""
+    """Settings from command line arguments, `LOOM_*` variables and a file. Exits with 2 and a one-line
+    message for a wrong one. Raises `ConfigError` for a file that cannot be read."""
     parser = make_parser()
-    return settings(parser, parser.read(argv))
+    return settings(parser, gather(parser, argv))
 
 
 def parse_generate(argv: Sequence[str]) -> tuple[Config, GenerateFlags]:
     """The same for the arguments after `generate`."""
     parser = make_generate_parser()
-    given = parser.read(argv)
+    given = gather(parser, argv)
     return settings(parser, given), parser.filled(given, GenerateFlags)
 
 

@@ -1,6 +1,6 @@
 """What the program reads of its surroundings: environment variables, and JSON files of models.
 
-A variable that is not named here is not read.
+Of others only `LOOM_` and the name of a flag are read, as `LOOM_MAX_RUNNING`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,18 @@ def read(name: str) -> str | None:
     if name not in VARIABLES:
         raise KeyError(f"{name} is not declared in core/env.py")
     return os.environ.get(name) or None
+
+
+PREFIX = "LOOM_"
+
+
+def flag_variables() -> dict[str, str]:
+    """Variables that may set flags, unless they are empty."""
+    return {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if name.startswith(PREFIX) and name not in VARIABLES and text
+    }
 
 
 SPINS = 10_000

@@ -19,7 +19,7 @@ def test_settings() -> None:
 
 def test_environment() -> None:
     assert len(env.VARIABLES) == SURFACE["environment_names"]
-    assert count(r"os\.environ|getenv", *ROOMS) == 4  # all in core/env.py: one reads, three are for libraries
+    assert count(r"os\.environ|getenv", *ROOMS) == 5  # all in core/env.py: two read, three are for libraries
 
 
 @pytest.mark.parametrize("room", ROOMS)
