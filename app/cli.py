@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import gc
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import msgspec
-
+from app.commands import check_config
 from app.flags import BAD_USAGE, did_you_mean
-from app.settings import parse, parse_generate
+from app.process import check_temporary_folder
+from app.settings import make_parser, make_pull_parser, parse, parse_chat, parse_generate, parse_with
+from core.config import Config
 from core.env import prepare_cpu_threads
 from core.errors import ConfigError
 
 INTERRUPTED = 130
-
-PROBE = 1 << 16
-"""Bytes written to the temporary folder at the start, as a test."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,31 +38,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         return _serve(words)
-    command = COMMANDS.get(words[0])
+    command = _RUN.get(words[0])
     if command is None:
-        meant = did_you_mean(words[0], COMMANDS)
+        meant = did_you_mean(words[0], _RUN)
         raise ConfigError(f"there is no command {words[0]!r}{meant} (see python -m app --help)")
     return command(words[1:])
 
 
-def check_temporary_folder() -> None:
-    """Raise `ConfigError` unless the temporary folder is writable: torch, triton and others use it, some as
-    they are imported, and would fail with a traceback."""
-    try:
-        with tempfile.TemporaryFile(buffering=0) as file:
-            file.write(bytes(PROBE))
-    except OSError as error:
-        raise ConfigError(
-            f"the temporary folder cannot be written to: {error.strerror or error}. Free space there, or "
-            "set the environment variable TMPDIR to another folder."
-        ) from error
-
-
 def _serve(argv: Sequence[str]) -> int:
     config = parse(argv)
-    check_temporary_folder()
-    prepare_cpu_threads(config.model.threads)
-    with _importing():
+    with _importing(config):
         if config.parallel.node_rank:
             from app.node import run  # deferred: imports torch
         else:
@@ -76,18 +58,46 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _generate(argv: Sequence[str]) -> int:
     config, flags = parse_generate(argv)
-    check_temporary_folder()
-    prepare_cpu_threads(config.model.threads)
-    with _importing():
-        from app.generate import run  # deferred: the same
+    with _importing(config):
+        from app.commands.generate import run  # deferred: the same
 
-    return run(config, **msgspec.structs.asdict(flags))
+    return run(config, flags)
+
+
+def _chat(argv: Sequence[str]) -> int:
+    config, flags = parse_chat(argv)
+    with _importing(config):
+        from app.commands.chat import run  # deferred: imports aiohttp
+
+    return run(config, flags)
+
+
+def _pull(argv: Sequence[str]) -> int:
+    config, _ = parse_with(make_pull_parser(), argv)
+    with _importing(config):
+        from app.commands.pull import run  # deferred: imports what converts checkpoints
+
+    return run(config)
+
+
+def _check_config(argv: Sequence[str]) -> int:
+    return check_config.run(*parse_with(make_parser("check-config"), argv))
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    config, _ = parse_with(make_parser("doctor"), argv)
+    with _importing(config):
+        from app.commands.doctor import run  # deferred: imports torch
+
+    return run(config)
 
 
 @contextmanager
-def _importing() -> Iterator[None]:
-    """What modules make stays: to walk it again and again took the garbage collector a fifth of the imports'
-    time."""
+def _importing(config: Config) -> Iterator[None]:
+    """Around imports that take long, after what they rely on. What modules make stays: to walk it again and
+    again took the garbage collector a fifth of the imports' time."""
+    check_temporary_folder()
+    prepare_cpu_threads(config.model.threads)
     gc.disable()
     try:
         yield
@@ -96,4 +106,11 @@ def _importing() -> Iterator[None]:
         gc.enable()
 
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "generate": _generate}
+_RUN: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "serve": _serve,
+    "generate": _generate,
+    "chat": _chat,
+    "pull": _pull,
+    "check-config": _check_config,
+    "doctor": _doctor,
+}

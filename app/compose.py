@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,12 @@ from core.executor import Capabilities, Executor
 from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
 from core.speculation import resolve_algorithm
-from gpu.build import Beside, Drafting, build_executor, pooling_of
+from gpu.build import Beside, Drafting, build_executor, foresee, pooling_of
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler, Refused
 from gpu.nodes.follow import Follower
 from gpu.nodes.join import Nodes, join
+from gpu.survey import survey
 from gpu.targets import device_of_node
 from gpu.weights import config_from_gguf
 
@@ -134,6 +135,17 @@ def load_executors(config: Config, progress: Progress) -> list[LocalExecutor]:
     """The prepared executors of `load` alone, one for each replica. Benches run steps on them without HTTP
     and text. Raises `ConfigError`."""
     return _executors(config, *_model_and_beside(config, progress), progress)
+
+
+def foresee_memory(config: Config) -> Sequence[str]:
+    """A table of what a device's memory would hold after `load`; nothing is loaded. Raises `ConfigError`."""
+    spec, _, beside = _model_and_beside(config, lambda stage, share: None)
+    return foresee(spec, config.model, config.cache, config.schedule, beside)
+
+
+def describe_devices(config: Config) -> Sequence[str]:
+    """A line for each device that `load` would use. Raises `ConfigError` where there is none as asked for."""
+    return survey(config.model, config.parallel)
 
 
 def follow(config: Config, progress: Progress) -> Follower:

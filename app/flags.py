@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         first = self.add_argument_group("common flags")
         known = [(group, field, hint) for group in groups for field, hint in _fields(group)]
         for field, hint in _fields(Group("", own)):
-            if field.name not in FileFlags.__struct_fields__:
+            if field.name != "config":
                 _add_flag(first, field, hint)
         for _, field, hint in sorted(
             (each for each in known if each[1].name in COMMON), key=lambda each: COMMON.index(each[1].name)

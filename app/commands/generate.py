@@ -17,6 +17,7 @@ from app.api.answers import ANSWERS
 from app.batch.journal import Journal, Tally, drop_failed
 from app.batch.lines import BadLine, Line, answered, bad, failed, parse_line, read_lines, unanswered
 from app.offline import LLM
+from app.settings import GenerateFlags
 from core.config import Config
 from core.errors import ConfigError, LoomError
 
@@ -32,11 +33,11 @@ ANY_MODEL = "any"
 """`--model-name` for files written for other models: the models that lines name are ignored."""
 
 
-def run(config: Config, input: str, output: str, concurrency: int = 0, model_name: str = "") -> int:
+def run(config: Config, flags: GenerateFlags) -> int:
     """Answer every line of the input without an answer in the output; failed lines are tried again. Returns
     the exit code: 1 when any line of the output is an error. Raises `ConfigError`."""
     logs.set_up("warning")
-    source, results = Path(input).expanduser(), Path(output).expanduser()
+    source, results = Path(flags.input).expanduser(), Path(flags.output).expanduser()
     tally = Tally()
     try:
         total = sum(1 for _ in read_lines(source))
@@ -49,8 +50,8 @@ def run(config: Config, input: str, output: str, concurrency: int = 0, model_nam
         if tally.ids:
             print(f"{len(tally.ids)} of {total} lines are done already", file=sys.stderr)
         with LLM.from_config(config) as llm:
-            generation = Generation(llm, journal, tally, model_name)
-            return asyncio.run(generation.run(source, total, concurrency))
+            generation = Generation(llm, journal, tally, flags.model_name)
+            return asyncio.run(generation.run(source, total, flags.concurrency))
     except KeyboardInterrupt:
         print("interrupted: run the same command to continue", file=sys.stderr)
         return INTERRUPTED

@@ -1,0 +1,1 @@
+"""What runs beside the server, each as `python -m app NAME`."""

@@ -1,0 +1,81 @@
+"""`python -m app chat`, `pull` and `doctor` as processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.chaos.tiny import ROOT, dummy_model, flags
+from tests.rigs.wait import PATIENCE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dummy_model(tmp_path_factory.mktemp("dummy"))
+
+
+def run(*words: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "app", *words],
+        cwd=ROOT,
+        input=typed,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=PATIENCE,
+    )
+
+
+def test_chat_starts_an_engine_of_its_own(model: Path) -> None:
+    sampling = '{"max_tokens": 4, "temperature": 0, "ignore_eos": true}'
+    done = run("chat", *flags(model), "--sampling", sampling, typed="a\n/new\na\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.removesuffix("\n").split("\n", 1)[0], done.stdout.removesuffix("\n")
+    assert first and second == f"{first}\n{first}"
+
+
+def test_a_wrong_field_of_chat_is_one_line(model: Path) -> None:
+    done = run("chat", *flags(model), "--sampling", '{"tempreature": 0}', typed="a\n")
+    assert done.returncode == 1
+    assert done.stderr == "loom: error: --sampling: there is no parameter tempreature.\n"
+
+
+def test_pull_says_where_a_model_lies_or_why_there_is_none(model: Path) -> None:
+    done = run("pull", str(model), "--load-format", "dummy")
+    assert done.returncode == 0 and str(model) in done.stdout
+    done = run("pull", "nowhere")
+    assert done.returncode == 2 and done.stderr.startswith("loom: error: there is no 'nowhere'")
+
+
+def test_a_healthy_place_needs_no_doctor(model: Path, tmp_path: Path) -> None:
+    done = run("doctor", *flags(model), "--port", "0", LOOM_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    for title in ("versions", "devices", "model", "port", "disk", "open files"):
+        assert f"ok   {title}" in done.stdout
+    assert "KV pool" in done.stdout and "FIX" not in done.stdout
+
+
+def test_doctor_says_what_to_change(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        more = ["--kv-tokens", "9000000000", "--port", port, "--data-dir", str(tmp_path / "file")]
+        done = run("doctor", *flags(model), *more, LOOM_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("FIX")]
+    assert len(wrong) == 3
+    assert "--kv-tokens" in wrong[0] and "--port" in wrong[1] and "--data-dir" in wrong[2]
+
+
+def test_a_model_that_is_not_here_yet_is_no_fault(tmp_path: Path) -> None:
+    done = run("doctor", "--port", "0", "--device", "cpu", LOOM_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert "not fetched yet" in done.stdout and "python -m app pull" in done.stdout
