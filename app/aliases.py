@@ -65,6 +65,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "--no-async-scheduling": ("--overlap-depth", "0"),
     "--enable-prefix-caching": ("--radix-cache",),
     "--no-enable-prefix-caching": ("--no-radix-cache",),
+    "--disable-uvicorn-access-log": ("--no-access-log",),
 }
 """Flags without a value, to ours."""
 

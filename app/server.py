@@ -22,6 +22,7 @@ from app.engine.gc import Housekeeping
 from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.engine.watchdog import Watchdog
+from app.http.middleware import log_requests
 from app.http.server import Runner
 from app.listen import Address, listen
 from app.process import FAILED, HUNG, begin, leave, raise_file_limit
@@ -48,6 +49,8 @@ PATHS = (
     ("speculative", "speculative_draft_model_path"),
     ("serve", "data_dir"),
     ("serve", "uds"),
+    ("serve", "ssl_certfile"),
+    ("serve", "ssl_keyfile"),
 )
 """Settings that may be paths on this machine."""
 T = TypeVar("T")
@@ -57,6 +60,7 @@ def run(config: Config) -> NoReturn:
     """Serve until a signal or a failure, then end the process: with 0, `FAILED` or `HUNG`. Raises
     `ConfigError`."""
     logs.set_up(config.serve.log_level)
+    log_requests(config.serve.access_log)
     raise_file_limit()
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

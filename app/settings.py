@@ -152,6 +152,8 @@ def settings(parser: Parser, given: Given) -> Config:
         parser.error(str(error))
     if (size := config.cache.page_size) & (size - 1):
         parser.refuse(given.origins["page_size"], f"must be a power of two, got {size}")
+    if config.serve.ssl_keyfile and not config.serve.ssl_certfile:
+        parser.refuse(given.origins["ssl_keyfile"], "needs --ssl-certfile")
     if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
         parser.refuse(given.origins["step_tokens"], f"must be 0 or at least {LEAST_STEP}, got {tokens}")
     return config

@@ -29,6 +29,8 @@ def _curl(address: Address, serve: ServeConfig, loaded: Loaded) -> str:
     words = ["curl", address.url + path]
     if address.uds:
         words[1:1] = ["--unix-socket", address.uds]
+    if serve.ssl_certfile:
+        words += ["--cacert", serve.ssl_certfile]
     words += ["-H", "Content-Type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(body)])
     return line + ' -H "Authorization: Bearer $LOOM_API_KEY"' if serve.api_key else line

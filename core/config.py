@@ -314,6 +314,14 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     host: Annotated[str, "address to listen on", "ADDRESS"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one", "PORT", Meta(ge=0, le=65535)] = 8000
     uds: Annotated[str, "path of a Unix domain socket to listen on instead of --host and --port", "PATH"] = ""
+    ssl_certfile: Annotated[
+        str,
+        "PEM file of a certificate and what it is signed by: serve HTTPS with it; empty: HTTP",
+        "FILE",
+    ] = ""
+    ssl_keyfile: Annotated[
+        str, "PEM file with the key of --ssl-certfile; empty: it is in that file too", "FILE"
+    ] = ""
     api_key: Annotated[
         tuple[str, ...],
         "API keys; clients must send one as a bearer token; stored data and cached prefixes "
@@ -374,6 +382,9 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0),
     ] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
+    access_log: Annotated[
+        bool, "log a line of level info for each request: path, status and time, never its text"
+    ] = False
 
 
 LEAST_STEP = 16

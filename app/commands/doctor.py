@@ -16,7 +16,7 @@ from app import logs
 from app.checkpoint.checkpoint import resolve
 from app.checkpoint.fetch import NotFetched
 from app.compose import describe_devices, foresee_memory
-from app.listen import bind
+from app.listen import bind, tls
 from app.process import VERSION
 from core.config import Config
 from core.env import cache_dir
@@ -86,6 +86,7 @@ def _model(config: Config) -> Iterable[str]:
 
 def _port(config: Config) -> Iterable[str]:
     serve = config.serve
+    tls(serve)
     if serve.uds:
         return [_writable(Path(serve.uds).parent, "--uds")]
     with bind(serve.host, serve.port) as listener:

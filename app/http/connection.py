@@ -84,7 +84,8 @@ class Connection(web.RequestHandler):
             transport.abort()
             return
         transport.write(_FULL)
-        transport.write_eof()
+        if transport.can_write_eof():  # TLS has no half-closed connections
+            transport.write_eof()
         self._head = self._loop.call_later(LINGER_SECONDS, transport.abort)
 
     def connection_lost(self, exc: BaseException | None) -> None:

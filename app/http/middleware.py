@@ -52,6 +52,11 @@ ALLOWED_HEADERS = (
 EXPOSED_HEADERS = f"X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry, {HEADER}"
 
 
+def log_requests(on: bool) -> None:
+    """Log a line for every request from now on, or none."""
+    log.setLevel(logging.NOTSET if on else logging.WARNING)
+
+
 def sent_key(request: web.Request) -> str:
     """The key from either header, or empty."""
     scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")

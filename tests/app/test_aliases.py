@@ -71,6 +71,12 @@ def test_several_served_names() -> None:
     assert read("--port 0").model.served_model_name == ()
 
 
+def test_the_line_of_each_request_is_off_unless_asked_for() -> None:
+    assert not read("--port 0").serve.access_log
+    assert read("--access-log").serve.access_log
+    assert not read("--access-log --disable-uvicorn-access-log").serve.access_log
+
+
 @pytest.mark.parametrize("flag", ["--enforce-eager", "--disable-cuda-graph"])
 def test_graphs_are_turned_off_by_their_flags(flag: str) -> None:
     assert read(f"{flag} --port 0").schedule.cuda_graphs is False

@@ -96,6 +96,7 @@ def test_flags_reach_their_groups() -> None:
         (["--order", "best"], "--order"),
         (["--modle", "m"], "--modle"),
         (["--mem-fraction", "2"], "--mem-fraction"),
+        (["--ssl-keyfile", "key.pem"], "needs --ssl-certfile"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_code_2(

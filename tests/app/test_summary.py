@@ -59,6 +59,11 @@ def test_a_key_is_named_and_not_shown() -> None:
     assert "secret" not in "\n".join(lines)
 
 
+def test_the_certificate_is_named_to_curl() -> None:
+    words = curl(summary(HERE, ServeConfig(ssl_certfile="/c.pem"), loaded(), MEMORY))
+    assert words[2:4] == ["--cacert", "/c.pem"]
+
+
 def test_a_socket_is_named_to_curl() -> None:
     words = curl(summary(Address("http://localhost", "/run/my loom"), ServeConfig(), loaded(), MEMORY))
     assert words[1:4] == ["--unix-socket", "/run/my loom", "http://localhost/v1/chat/completions"]

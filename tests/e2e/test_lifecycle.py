@@ -100,6 +100,7 @@ async def test_requests_a_disconnecting_client_and_a_drain(
         async with session.post(f"{server.url}/v1/chat/completions", json=body) as answer:
             chat = await answer.json()
         assert chat["usage"]["completion_tokens"] == 8
+        assert "POST /v1" not in server.log()
 
         # The request of a client that disconnects during its stream is aborted.
         gone = await session.post(f"{server.url}/v1/completions", json=LONG)
@@ -129,7 +130,7 @@ async def test_requests_a_disconnecting_client_and_a_drain(
 async def test_the_drain_deadline_ends_streams_with_an_error_event(
     model: Path, session: aiohttp.ClientSession
 ) -> None:
-    with serving(*flags(model), "--drain-timeout", "0") as server:
+    with serving(*flags(model), "--drain-timeout", "0", "--access-log") as server:
         await server.ready(session)
         running = await session.post(f"{server.url}/v1/completions", json=LONG)
         await running.content.readany()
@@ -138,3 +139,4 @@ async def test_the_drain_deadline_ends_streams_with_an_error_event(
         assert "shutting down" in events[-2]["error"]["message"]
         assert events[-1] == "[DONE]"
         assert server.wait() == 0
+        assert "POST /v1/completions 200" in server.log()

@@ -167,8 +167,7 @@ async def configure_logging(operator: Operator, request: web.Request) -> Answer:
         logging.getLogger().setLevel(body.log_level.upper())
     if body.log_requests is not None:
         # Lines of requests have the level `info`, which `log_level` must allow too.
-        level = logging.NOTSET if body.log_requests else logging.WARNING
-        logging.getLogger(middleware.__name__).setLevel(level)
+        middleware.log_requests(body.log_requests)
     return {"message": "Done."}
 
 

@@ -1,0 +1,136 @@
+"""Where a server listens: a port or a Unix domain socket, with TLS or without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from app.api.routes import make_app
+from app.http.server import Runner
+from app.listen import Address, bind, listen
+from app.service import Loaded, Service
+from core.config import ServeConfig
+from core.errors import ConfigError
+from tests.rigs.engine import FakeEngine
+from tests.rigs.server import CARD
+from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
+
+
+@asynccontextmanager
+async def served(folder: Path, ready: bool = False, **flags: str) -> AsyncIterator[tuple[Runner, Address]]:
+    """A server with these flags."""
+    serve = ServeConfig(port=0, data_dir=str(folder / "data"), **flags)
+    service = Service({})
+    if ready:
+        service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), FakeEngine()))
+    runner = Runner(make_app(service, serve), shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        yield runner, await listen(runner, serve)
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_server_listens_on_a_path(tmp_path: Path) -> None:
+    path = str(tmp_path / "http")
+    async with served(tmp_path, uds=path) as (_, address):
+        assert str(address) == path
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as session:
+            async with session.get("http://loom/health") as answer:
+                assert (await answer.json())["status"] == "starting"
+            async with session.get("http://loom/nowhere") as unknown:
+                assert unknown.status == 404
+
+
+async def test_a_path_that_cannot_be_listened_on_is_named(tmp_path: Path) -> None:
+    path = str(tmp_path / "http")
+    async with served(tmp_path, uds=path) as (runner, _):
+        with pytest.raises(ConfigError, match=r"--uds .*/no/http: No such file"):
+            await listen(runner, ServeConfig(uds=str(tmp_path / "no" / "http")))
+        with pytest.raises(ConfigError, match=r"--uds .*/http: another server listens there"):
+            await listen(runner, ServeConfig(uds=path))
+    assert Path(path).is_socket()  # what a server that is gone has left is no obstacle
+    async with served(tmp_path, uds=path) as (_, address):
+        assert address.uds == path
+
+
+@pytest.mark.parametrize(
+    ("host", "name"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::1", "[::1]")]
+)
+async def test_the_url_is_one_that_a_client_here_can_use(tmp_path: Path, host: str, name: str) -> None:
+    if ":" in host:
+        try:
+            bind(host, 0).close()
+        except ConfigError:
+            pytest.skip("this machine has no IPv6")
+    async with served(tmp_path, host=host) as (_, address):
+        assert address.url.startswith(f"http://{name}:")
+        async with aiohttp.ClientSession() as session, session.get(f"{address.url}/health") as answer:
+            assert answer.status == 503
+
+
+# -- TLS ---------------------------------------------------------------------------------------------
+
+
+def openssl(*words: str) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    subprocess.run(["openssl", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate for this host, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=loom"
+    names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+    openssl(*request.split(), "-addext", names, "-keyout", key, "-out", certificate)
+    return certificate, key
+
+
+async def test_https_answers_and_streams(tmp_path: Path, pair: tuple[str, str]) -> None:
+    trusting = ssl.create_default_context(cafile=pair[0])
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "stream": True}
+    async with (
+        served(tmp_path, ready=True, ssl_certfile=pair[0], ssl_keyfile=pair[1]) as (_, address),
+        aiohttp.ClientSession() as session,
+    ):
+        assert address.url.startswith("https://127.0.0.1:")
+        url = f"{address.url}/v1/chat/completions"
+        async with session.post(url, json=body, ssl=trusting) as answer:
+            events = [line[6:] async for line in answer.content if line.startswith(b"data: ")]
+        assert events.pop() == b"[DONE]\n"
+        assert json.loads(events[-1])["choices"][0]["finish_reason"] == "length"
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(url.replace("https", "http"))
+
+
+async def test_certificate_and_key_may_be_in_one_file(tmp_path: Path, pair: tuple[str, str]) -> None:
+    both = tmp_path / "both.pem"
+    both.write_text("".join(Path(part).read_text() for part in pair))
+    async with served(tmp_path, ssl_certfile=str(both)) as (_, address):
+        assert address.url.startswith("https://")
+
+
+async def test_files_that_are_none_are_named(tmp_path: Path, pair: tuple[str, str]) -> None:
+    certificate, key = pair
+    encrypted = str(tmp_path / "encrypted.pem")
+    openssl("pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", encrypted)
+    for cert, other, words in (
+        ("/nowhere.pem", key, "cannot read --ssl-certfile /nowhere.pem: No such file"),
+        (certificate, "/nowhere.pem", "cannot read --ssl-keyfile /nowhere.pem: No such file"),
+        (certificate, certificate, "must be a PEM certificate"),
+        (certificate, encrypted, "not encrypted"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            async with served(tmp_path, ssl_certfile=cert, ssl_keyfile=other):
+                pass
