@@ -40,7 +40,7 @@ def _run(words: Sequence[str]) -> int:
         return _serve(words)
     command = _RUN.get(words[0])
     if command is None:
-        meant = did_you_mean(words[0], _RUN)
+        meant = did_you_mean(words[0], _RUN) or f". To serve a model: python -m app serve {words[0]}"
         raise ConfigError(f"there is no command {words[0]!r}{meant} (see python -m app --help)")
     return command(words[1:])
 

@@ -90,24 +90,20 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(
             prog=f"python -m app {command}".rstrip(),
-            usage="%(prog)s [MODEL] [flags]",
+            usage="%(prog)s [MODEL] [flags]" if command else "%(prog)s [COMMAND [MODEL]] [flags]",
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             add_help=False,
             allow_abbrev=False,
         )
+        known = {field.name: (field, hint) for group in groups for field, hint in _fields(group)}
+        known |= {field.name: (field, hint) for field, hint in _fields(Group("", own))}
+        special = [name for name in own.__struct_fields__ if name != "config"]
         first = self.add_argument_group("common flags")
-        known = [(group, field, hint) for group in groups for field, hint in _fields(group)]
-        for field, hint in _fields(Group("", own)):
-            if field.name != "config":
-                _add_flag(first, field, hint)
-        for _, field, hint in sorted(
-            (each for each in known if each[1].name in COMMON), key=lambda each: COMMON.index(each[1].name)
-        ):
-            _add_flag(first, field, hint)
-        for field, hint in _fields(Group("", FileFlags)):
-            _add_flag(first, field, hint)
+        for name in (*special, *COMMON, "config"):
+            if name in known:
+                _add_flag(first, *known[name])
         for group in groups:
             section = self.add_argument_group(f"{group.title} flags")
             for field, hint in _fields(group):
@@ -143,8 +139,9 @@ class Parser(argparse.ArgumentParser):
             meant = did_you_mean(unknown[0].partition("=")[0], self.names)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         values = {name: value for name, value in vars(parsed).items() if value is not None}
+        where = f"{label}: " if label else ""
         for notice in done.notices:
-            print(f"loom: note: {label and label + ': '}{notice}", file=sys.stderr)
+            print(f"loom: note: {where}{notice}", file=sys.stderr)
         return Given(values, {name: label or done.renamed.get(flag(name), flag(name)) for name in values})
 
     def filled(self, given: Given, kind: type[T]) -> T:

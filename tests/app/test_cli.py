@@ -14,7 +14,7 @@ import pytest
 
 from app.cli import main
 from app.process import VERSION
-from app.settings import GROUPS, GenerateFlags, make_parser, parse, parse_generate
+from app.settings import COMMANDS, GROUPS, GenerateFlags, make_parser, parse, parse_generate
 from bench.chaos.tiny import ROOT
 from core.config import Config
 
@@ -59,6 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-num-seq=3"], "Did you mean --max-num-seqs?"),
         (["-port", "3"], "Did you mean --port?"),
         (["genrate"], "Did you mean generate?"),
+        (["org/name"], "python -m app serve org/name"),
     ],
 )
 def test_a_mistyped_word_is_answered_with_the_likely_one(
@@ -69,6 +70,15 @@ def test_a_mistyped_word_is_answered_with_the_likely_one(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert meant in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert "--model MODEL" in capsys.readouterr().out
+    assert f"\n  {command} " in make_parser().format_help()
 
 
 def test_a_word_like_none_gets_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
