@@ -64,6 +64,11 @@ class Given(NamedTuple):
     values: dict[str, Any]
     origins: dict[str, str]
 
+    def update(self, other: Given) -> None:
+        """Take what is in `other`, also over what is here."""
+        self.values.update(other.values)
+        self.origins.update(other.origins)
+
 
 ALL = frozenset(
     "--" + each.encode_name.replace("_", "-") for group in fields(Config) for each in fields(group.type)

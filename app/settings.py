@@ -41,7 +41,6 @@ OFFLINE_GROUPS = (*ENGINE_GROUPS, Group("parser", ServeConfig, PARSERS))
 
 ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --max-model-len, ...) work too."
 
-
 COMMANDS = {
     "serve": "serve a model over HTTP (the same without a command)",
     "generate": "answer a file of requests without a server",

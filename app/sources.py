@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from app.aliases import IGNORED, SWITCHES
 from app.flags import ALL, Given, Parser, closest, flag
 from core.env import PREFIX, flag_variables
 from core.errors import ConfigError
@@ -31,8 +32,7 @@ def gather(parser: Parser, argv: Sequence[str]) -> Given:
     layers = [_from_file(parser, path)] if path else []
     given = Given({}, {})
     for layer in (*layers, variables, words):
-        given.values.update(layer.values)
-        given.origins.update(layer.origins)
+        given.update(layer)
     return given
 
 
@@ -46,15 +46,14 @@ def _from_variables(parser: Parser) -> Given:
                 meant = PREFIX + meant.upper()
                 print(f"loom: note: {variable} sets nothing. Did you mean {meant}?", file=sys.stderr)
             continue
-        if text.startswith("tcp://"):
+        if name == "port" and text.startswith("tcp://"):
             parser.refuse(
                 variable,
                 f"{text} is what Kubernetes sets for a service named loom. Give the service another name, or "
                 "the pod enableServiceLinks: false",
             )
-        read = parser.read(_words(parser, flag(name), _value(parser, variable, text, action)), variable)
-        given.values.update(read.values)
-        given.origins.update(read.origins)
+        words = _words(parser, flag(name), _value(parser, variable, text, action))
+        given.update(parser.read(words, variable))
     return given
 
 
@@ -75,9 +74,7 @@ def _from_file(parser: Parser, path: str) -> Given:
         label = f"{path}: {key}"
         if key == "config":
             parser.refuse(label, "a file cannot name another one")
-        read = parser.read(_words(parser, flag(key), value), label)
-        given.values.update(read.values)
-        given.origins.update(read.origins)
+        given.update(parser.read(_words(parser, flag(key), value), label))
     return given
 
 
@@ -99,12 +96,13 @@ def _entries(path: str) -> dict[str, Any]:
 
 
 def _words(parser: Parser, name: str, value: Any) -> list[str]:
-    """`value` for the flag `name` as on a command line."""
-    if value is None or value is False:
-        off = f"--no-{name[2:]}"
-        if off in parser.names and value is False:
-            return [off]
-        return [] if name in parser.names | ALL else [name]  # an unknown name is the parser's to refuse
+    """`value` for the flag `name` as on a command line. An unknown name is the parser's to refuse."""
+    if value is None and name in parser.names | ALL:
+        return []
+    if value is False and (off := f"--no-{name[2:]}") in parser.names:
+        return [off]
+    if value is False and name in SWITCHES.keys() | IGNORED.keys():  # of SGLang and vLLM, which are off then
+        return []
     if value is True:
         return [name]
     values = value if isinstance(value, list) else [value]

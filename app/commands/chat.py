@@ -26,10 +26,14 @@ with contextlib.suppress(ImportError):  # some builds of Python lack it; `input`
     readline.set_auto_history(True)
 
 Message = dict[str, str]
-Write = Callable[[str], None]
+Write = Callable[[str, bool], None]
+"""Takes a piece of text, and whether it belongs to the answer: reasoning does not."""
 
 UNIX = "unix:"
 """In front of a socket's path in `--url`."""
+
+CONTROL = dict.fromkeys(each for each in (*range(32), *range(127, 160)) if each not in b"\n\t")
+"""Characters that are not printed: a model could move the cursor or set the terminal's title."""
 
 HELP = "/new starts another conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
@@ -88,9 +92,10 @@ class Conversation:
     def _ask(self, line: str) -> None:
         pieces: list[str] = []
 
-        def write(text: str) -> None:
-            pieces.append(text)
-            print(text, end="", flush=True)
+        def write(text: str, kept: bool) -> None:
+            if kept:
+                pieces.append(text)
+            print(text.translate(CONTROL), end="", flush=True)
 
         self._messages.append({"role": "user", "content": line})
         try:
@@ -114,6 +119,8 @@ def _read() -> str | None:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()
         except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
             print()
         except EOFError:
             return None
@@ -132,7 +139,7 @@ class _Local:
     def answer(self, messages: list[Message], write: Write) -> None:
         try:
             for delta in self._llm.stream(messages=messages, **self._fields):
-                write(delta.text)
+                write(delta.text, True)
         except TypeError as error:
             raise ConfigError(f"--sampling: {error}.") from error
 
@@ -168,7 +175,7 @@ class _Remote:
                 await _check(response)
                 async for line in response.content:
                     if line.startswith(b"data: {"):
-                        write(_piece(_fields(line[6:])))
+                        _write_event(_fields(line[6:]), write)
 
 
 @contextmanager
@@ -223,9 +230,12 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         raise RemoteError(f"{response.status}: {text[:1000]}")
 
 
-def _piece(event: dict[str, Any]) -> str:
-    """The text of one event. Raises `RemoteError` for an error."""
+def _write_event(event: dict[str, Any], write: Write) -> None:
+    """Write the text of one event. Raises `RemoteError` for an error."""
     if (error := event.get("error")) is not None:
         raise RemoteError(str(error.get("message", error)))
     delta = event["choices"][0]["delta"] if event.get("choices") else {}
-    return delta.get("reasoning_content") or delta.get("content") or ""
+    if thought := delta.get("reasoning_content"):
+        write(thought, False)
+    if text := delta.get("content"):
+        write(text, True)

@@ -14,7 +14,7 @@ from app.settings import ChatFlags
 from core.config import Config, ServeConfig
 from core.errors import ConfigError, Overloaded, RequestError
 from tests.rigs.engine import WORDS
-from tests.rigs.server import Server, Start, refuse
+from tests.rigs.server import Server, Start, know, refuse
 
 Type = Callable[[str], None]
 ANSWER = "".join(WORDS)
@@ -43,7 +43,7 @@ class Echo:
         for number, word in enumerate(text.split()):
             if text.startswith("stop") and number:
                 raise KeyboardInterrupt
-            write(word)
+            write(word, not word.startswith("hm"))
 
 
 def said(messages: list[Message]) -> list[str]:
@@ -74,6 +74,31 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(
     assert Conversation(echo := Echo(), "").run() == 1
     assert said(echo.seen[-1]) == ["a", "a", "b"]
     assert capsys.readouterr().err == "loom: error: it is too long\n"
+
+
+def test_reasoning_is_shown_and_not_kept(type: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    type("hm yes\nb\n")
+    Conversation(echo := Echo(), "").run()
+    assert said(echo.seen[-1]) == ["hm yes", "yes", "b"]
+    assert capsys.readouterr().out == "hmyes\nb\n"
+
+
+def test_an_answer_cannot_control_the_terminal(type: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    type("\x1b]0;title\x07ä\x9b2J\n")
+    Conversation(Echo(), "").run()
+    assert capsys.readouterr().out == "]0;titleä2J\n"
+
+
+async def test_reasoning_of_a_server_is_no_part_of_the_answer(
+    server: Server, type: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    know(server, reasoning="think")
+    server.engine.scripts = [["<think>", "why", "</think>", "so"], ["end"]]
+    type("a\nb\n")
+    assert await talk(server.url) == 0
+    assert capsys.readouterr().out == "whyso\nend\n"
+    prompt = server.engine.runs[-1].job.prompt
+    assert "so" in prompt and "why" not in prompt
 
 
 async def talk(url: str, key: str = "", sampling: str = "") -> int:

@@ -87,6 +87,8 @@ def test_switches_are_1_or_0(text: str, value: bool, monkeypatch: pytest.MonkeyP
         ("prot: 3", ["prot", "Did you mean --port?"]),
         ("enforce-egaer: false", ["Did you mean --enforce-eager?"]),
         ("port: x", ["port", "'x'"]),
+        ("port: false", ["port", "'False'"]),
+        ("port: true", ["port", "expected one argument"]),
         ("port: 70000", ["port", "65535", "70000"]),
         ("max-num-seqs: -1", ["max-num-seqs", ">= 0", "-1"]),
         ("page-size: 24", ["page-size", "power of two"]),
