@@ -6,6 +6,8 @@ whatever equals them.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import msgspec
 
 from core.errors import ModelError
@@ -18,15 +20,68 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+class Defaults(NamedTuple):
+    """What a family's config means where it is silent. `head_dim` 0: hidden_size / num_attention_heads."""
+
+    max_position: int
+    head_dim: int = 0
+    norm_eps: float = 1e-6
+    theta: float = 10000.0
+    tied: bool = False
+
+
 def llama(fields: Fields) -> ModelSpec:
     """LlamaForCausalLM: one switch puts a bias on all four attention projections."""
+    return _llama(fields, Defaults(2048))
+
+
+def _llama(fields: Fields, defaults: Defaults) -> ModelSpec:
     bias = fields.flag("attention_bias")
-    return _common(fields, max_position=2048, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+    return _common(fields, defaults, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+
+
+def smollm3(fields: Fields) -> ModelSpec:
+    """SmolLM3ForCausalLM: Llama in which every fourth layer does not rotate. A window is for those alone."""
+    spec = _llama(fields, Defaults(32768, theta=2000000.0, tied=True))
+    rotates = fields.array("no_rope_layers")  # 1 where a layer rotates, despite the name
+    if not rotates:
+        interval = fields.size("no_rope_layer_interval", 4)
+        rotates = [int((i + 1) % interval != 0) for i in range(spec.layers)]
+    if len(rotates) != spec.layers:
+        raise fields.wrong("no_rope_layers", f"one entry per layer ({spec.layers})")
+    still = frozenset(i for i, one in enumerate(rotates) if not one)
+    if fields.flag("use_sliding_window") and fields.has("sliding_window"):
+        spec = _slide(spec, fields.size("sliding_window"), still)
+    return msgspec.structs.replace(spec, nope_layers=still)
+
+
+def phi3(fields: Fields) -> ModelSpec:
+    """Phi3ForCausalLM, of Phi-3 and Phi-4: a checkpoint fuses q, k and v, and gate and up."""
+    spec = _common(fields, Defaults(4096, norm_eps=1e-5))
+    if not fields.has("sliding_window"):
+        return spec
+    return _slide(spec, fields.size("sliding_window"), frozenset(range(spec.layers)))
+
+
+def mixtral(fields: Fields) -> ModelSpec:
+    """MixtralForCausalLM: every MLP is sparse, and the chosen experts' weights sum to 1."""
+    spec = _common(fields, Defaults(131072, norm_eps=1e-5, theta=1000000.0))
+    every = frozenset(range(spec.layers))
+    if fields.has("sliding_window"):
+        spec = _slide(spec, fields.size("sliding_window"), every)
+    moe = MoeSpec(
+        experts=_experts(fields, 8),
+        per_token=fields.size("num_experts_per_tok", 2),
+        intermediate=spec.intermediate,
+        norm_topk=True,
+        layers=every,
+    )
+    return _with_experts(fields, spec, moe)
 
 
 def mistral(fields: Fields) -> ModelSpec:
     """MistralForCausalLM: every layer slides; null means no window, absent means 4096."""
-    spec = _common(fields, max_position=131072)
+    spec = _common(fields, Defaults(131072))
     if fields.null("sliding_window"):
         return spec
     return _slide(spec, fields.size("sliding_window", 4096), frozenset(range(spec.layers)))
@@ -34,57 +89,55 @@ def mistral(fields: Fields) -> ModelSpec:
 
 def qwen2(fields: Fields) -> ModelSpec:
     """Qwen2ForCausalLM: biases on q, k and v only."""
-    return _qwen_window(fields, _common(fields, max_position=32768, qkv_bias=True))
+    return _qwen_window(fields, _common(fields, Defaults(32768), qkv_bias=True))
 
 
 def qwen3(fields: Fields) -> ModelSpec:
     """Qwen3ForCausalLM: normed query and key heads, head_dim 128 unless given."""
     bias = fields.flag("attention_bias")
-    spec = _common(fields, max_position=32768, head_dim=128, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    spec = _common(fields, Defaults(32768, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
     return _qwen_window(fields, spec)
 
 
 def qwen3_moe(fields: Fields) -> ModelSpec:
     """Qwen3MoeForCausalLM: layer i is sparse when (i + 1) divides by the step and no list says dense."""
     bias = fields.flag("attention_bias")
-    spec = _common(fields, max_position=32768, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    spec = _common(fields, Defaults(32768), qkv_bias=bias, out_bias=bias, qk_norm=True)
     if fields.flag("use_sliding_window"):
         spec = _slide(spec, fields.size("sliding_window", 4096), frozenset(range(spec.layers)))
     step = fields.size("decoder_sparse_step", 1)
     dense = set(fields.array("mlp_only_layers"))
-    # transformers 5 renamed num_experts to num_local_experts and reads both.
-    experts = fields.size("num_experts" if fields.has("num_experts") else "num_local_experts", 128)
     moe = MoeSpec(
-        experts=experts,
+        experts=_experts(fields, 128),
         per_token=fields.size("num_experts_per_tok", 8),
         intermediate=fields.size("moe_intermediate_size", 768),
         norm_topk=fields.flag("norm_topk_prob"),
         layers=frozenset(i for i in range(spec.layers) if i not in dense and (i + 1) % step == 0),
     )
+    return _with_experts(fields, spec, moe)
+
+
+def _experts(fields: Fields, default: int) -> int:
+    # transformers 5 renamed num_experts to num_local_experts and reads both.
+    return fields.size("num_experts" if fields.has("num_experts") else "num_local_experts", default)
+
+
+def _with_experts(fields: Fields, spec: ModelSpec, moe: MoeSpec) -> ModelSpec:
     if moe.per_token > moe.experts:
         raise fields.wrong("num_experts_per_tok", f"at most the number of experts ({moe.experts})")
     return msgspec.structs.replace(spec, moe=moe)
 
 
-def _common(
-    fields: Fields,
-    *,
-    max_position: int,
-    head_dim: int = 0,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-) -> ModelSpec:
-    """What all families spell alike. `max_position` and `head_dim` are the family's defaults."""
+def _common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
+    """What all families spell alike, with further `facts` of the spec."""
     refuse_quantised(fields)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    if not fields.has("head_dim") and not head_dim and hidden % heads:
+    if not fields.has("head_dim") and not defaults.head_dim and hidden % heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
-    positions = fields.size("max_position_embeddings", max_position)
+    positions = fields.size("max_position_embeddings", defaults.max_position)
     return ModelSpec(
         architecture=architecture_of(fields),
         vocab_size=fields.size("vocab_size"),
@@ -92,19 +145,16 @@ def _common(
         layers=fields.size("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=fields.size("head_dim", head_dim or hidden // heads),
+        head_dim=fields.size("head_dim", defaults.head_dim or hidden // heads),
         intermediate=fields.size("intermediate_size"),
         activation=activation_of(fields, "silu"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings"),
-        rope=read_rope(fields, positions),
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
+        norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
+        tied=fields.flag("tie_word_embeddings", defaults.tied),
+        rope=read_rope(fields, positions, defaults.theta),
         max_position=positions,
         dtype=dtype_of(fields),
         stored_fp8=fp8_scaling(fields.group("quantization_config")),
+        **facts,
     )
 
 

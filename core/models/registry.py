@@ -20,10 +20,15 @@ class Family(msgspec.Struct, frozen=True):
     """Prefix of the base model's tensors. A checkpoint that was saved without a head leaves it out."""
     unused: tuple[str, ...] = ()
     """Prefixes of tensors that checkpoints carry and that nothing here needs."""
+    renamed: Mapping[str, str] = {}
+    """Parts of tensor names, and what stands here instead."""
+    fused: Mapping[str, tuple[str, ...]] = {}
+    """Matrices that a checkpoint stacks along the output, and what they are apart, in order."""
 
 
 _CLASSIFIES = "ForSequenceClassification"
 _DECODERS = {"Llama": read.llama, "Mistral": read.mistral, "Qwen2": read.qwen2, "Qwen3": read.qwen3}
+_W123 = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _ENCODERS = {
     "Bert": (pooled.bert, "bert.", ()),
     "Roberta": (pooled.roberta, "roberta.", ("roberta.pooler.",)),
@@ -32,7 +37,17 @@ _ENCODERS = {
 _POOLERS = ("pooler.", "bert.pooler.", "roberta.pooler.", "cls.", "lm_head.")
 
 FAMILIES: Mapping[str, Family] = {
+    "MixtralForCausalLM": Family(
+        read.mixtral,
+        renamed={".block_sparse_moe.": ".mlp."}
+        | {f".{theirs}.": f".{ours}." for theirs, ours in _W123.items()},
+    ),
+    "Phi3ForCausalLM": Family(
+        read.phi3,
+        fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+    ),
     "Qwen3MoeForCausalLM": Family(read.qwen3_moe),
+    "SmolLM3ForCausalLM": Family(read.smollm3),
     **{name + "ForCausalLM": Family(reader) for name, reader in _DECODERS.items()},
     **{name + "Model": Family(pooled.embedder(reader)) for name, reader in _DECODERS.items()},
     **{name + _CLASSIFIES: Family(pooled.classifier(reader)) for name, reader in _DECODERS.items()},

@@ -16,12 +16,13 @@ from core.models.fields import Config, Fields
 from core.models.spec import RopeSpec
 
 
-def read_rope(fields: Fields, max_position: int) -> RopeSpec:
-    """The rope of a config. Raises `ModelError` for a kind these families do not have."""
+def read_rope(fields: Fields, max_position: int, theta: float = 10000.0) -> RopeSpec:
+    """The rope of a config; `theta` is the family's default. Raises `ModelError` for a kind these families do
+    not have."""
     name = "rope_scaling" if fields.group("rope_scaling") else "rope_parameters"
     group = _flatten(fields, name)
     rope = Fields(group, f"config.json: {name}")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     original = fields.size(

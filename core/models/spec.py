@@ -101,6 +101,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int = 0
     """Positions a token sees, itself included, in `window_layers`; 0: no such layers."""
     window_layers: frozenset[int] = frozenset()
+    nope_layers: frozenset[int] = frozenset()
+    """Layers whose queries and keys are not rotated (NoPE)."""
     moe: MoeSpec | None = None
     encoder: EncoderSpec | None = None
     """None: tokens see only those before them."""

@@ -9,6 +9,6 @@ from gpu.layers.mlp import Mlp
 from gpu.layers.moe import SparseMlp
 from gpu.layers.norm import RmsNorm
 from gpu.layers.parameters import Parameters
-from gpu.layers.rope import Rope
+from gpu.layers.rope import Rope, unrotated
 
-__all__ = ["Attention", "Linear", "Mlp", "Parameters", "RmsNorm", "Rope", "SparseMlp"]
+__all__ = ["Attention", "Linear", "Mlp", "Parameters", "RmsNorm", "Rope", "SparseMlp", "unrotated"]

@@ -82,3 +82,8 @@ class Rope:
         if self._rope.kind == "dynamic":
             return turn(_dynamic(self._rope, self._dim, ctx.positions.float()), scale, self._dtype)
         return ctx.ops.rotation(ctx.positions, self._frequencies, scale, self._dtype)
+
+
+def unrotated(rotation: Rotation) -> Rotation:
+    """Of as many positions, for layers without rope: it leaves queries and keys as they are."""
+    return Rotation(torch.ones_like(rotation.cos), torch.zeros_like(rotation.sin))

@@ -12,7 +12,7 @@ import torch
 
 from core.models import ModelSpec
 from gpu.context import AuxStates, ForwardContext
-from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp
+from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp, unrotated
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
 from gpu.ops.base import Matrix, Ops, Part, Rotation
@@ -99,6 +99,7 @@ class Decoder(CausalModel):
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
         rotation = self._rope(ctx)
+        still = unrotated(rotation) if self.spec.nope_layers else rotation
         residual = ctx.ops.embed(self.embedding, ids, self._table_lora)
         if ctx.embedded is not None:
             residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
@@ -106,7 +107,8 @@ class Decoder(CausalModel):
         aux, wanted = ctx.aux, ctx.wanted
         final = aux is not None and not aux.layers
         for layer in self._distinct(aux) if ctx.brief else self._layers:
-            found = layer.attend(ctx, rotation, part, residual)
+            turned = still if layer.number in self.spec.nope_layers else rotation
+            found = layer.attend(ctx, turned, part, residual)
             if wanted is not None and not final and layer is self._layers[-1]:
                 # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.
                 found, residual = (rows.index_select(0, wanted) for rows in (found, residual))

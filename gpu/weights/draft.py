@@ -17,7 +17,7 @@ from gpu.models.eagle import Eagle, Eagle3
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
 from gpu.weights.files import Progress, fill_from_safetensors, names_by_file
-from gpu.weights.fill import Filler
+from gpu.weights.fill import Filler, Names
 from gpu.weights.stage import copier
 
 _MODELS: Mapping[str, type[DraftModel]] = {"eagle": Eagle, "eagle3": Eagle3, "dflash": DFlash}
@@ -57,7 +57,7 @@ def load_draft(
             fill_dummy({name: place for name, place in places.items() if place.is_floating_point()}, device)
             progress(1.0)
         else:
-            filler = Filler(places, copier(device), _BASE, _UNUSED, _ALIASES)
+            filler = Filler(places, copier(device), _BASE, _UNUSED, Names(_ALIASES))
             fill_from_safetensors(filler, source, device, progress)
             filler.finish(str(source))
         if device.type == "cuda":

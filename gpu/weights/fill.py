@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,19 @@ _SHOWN = 6
 """Names listed of each kind of fault: enough to see the pattern, short enough for one line."""
 
 
+class Names(NamedTuple):
+    """How a checkpoint's names become those of places.
+
+    aliases  beginnings, and how places begin instead
+    renamed  parts, and what stands there instead
+    fused    matrices that are stacked along the output, and what they are apart, in order
+    """
+
+    aliases: Mapping[str, str] = MappingProxyType({})
+    renamed: Mapping[str, str] = MappingProxyType({})
+    fused: Mapping[str, Sequence[str]] = MappingProxyType({})
+
+
 class Filler:
     """Copies named tensors into a model's places, and records what does not match.
 
@@ -34,15 +48,14 @@ class Filler:
         copy: Copy,
         base: str = "",
         unused: tuple[str, ...] = (),
-        aliases: Mapping[str, str] = {},
+        names: Names | None = None,
         slices: Slices = MappingProxyType({}),
     ) -> None:
         """`copy` is how a tensor gets into its place, `base` what a checkpoint may leave out before a
-        place's name, `unused` are beginnings of names that belong to nothing here, `aliases` beginnings of
-        names and how those of places begin instead. Of a tensor named in `slices` a place takes that part;
-        the rest of a mapped file is not read."""
+        place's name, `unused` are beginnings of names that belong to nothing here. Of a tensor named in
+        `slices` a place takes that part; the rest of a mapped file is not read."""
         self._places, self._slices = places, slices
-        self._aliases = aliases
+        self._names = names or Names()
         self._copy = copy
         self._base = base
         self._unused = unused
@@ -54,6 +67,8 @@ class Filler:
 
     def wants(self, name: str, shape: Sequence[int]) -> bool:
         """Whether to read the tensor `name`; one of an unexpected name or shape is recorded."""
+        if parts := self._parts(name):
+            return self._wants_fused(name, parts, tuple(shape))
         own, name = name, self._place_name(name)
         place = self._places.get(name)
         if place is None:
@@ -71,8 +86,29 @@ class Filler:
             return False
         return True
 
+    def _wants_fused(self, name: str, parts: Sequence[str], shape: tuple[int, ...]) -> bool:
+        """`wants` of a tensor that is `parts`."""
+        if any(part not in self._places for part in parts):
+            self._unexpected.append(name)
+            return False
+        rows, (_, *rest) = sum(self._whole(part)[0] for part in parts), self._whole(parts[0])
+        if shape != (wanted := (rows, *rest)):
+            self._misshapen.append(f"{name} {list(shape)} instead of {list(wanted)}")
+            self._filled |= dict.fromkeys(parts)
+            return False
+        return True
+
+    def _parts(self, name: str) -> list[str]:
+        """The places of a fused matrix; none of any other."""
+        for whole, parts in self._names.fused.items():
+            if f".{whole}." in name:
+                return [self._place_name(name.replace(f".{whole}.", f".{part}.")) for part in parts]
+        return []
+
     def scale_shape(self, name: str) -> tuple[int, ...] | None:
-        """Of the scale of `name`, which is wanted, where its place is e4m3."""
+        """Of the scale of `name`, which is wanted, where its place is e4m3 and takes it as it is."""
+        if self._parts(name):
+            return None
         own = self._place_name(name)
         return self._whole(own + "_scale") if self._places[own].dtype == FP8 else None
 
@@ -82,7 +118,17 @@ class Filler:
         `scale`, of `scale_shape(name)`, comes with an FP8 tensor for a place that is one; any other
         tensor is quantised on its way there.
         """
-        name = self._place_name(name)
+        if parts := self._parts(name):
+            first = 0
+            for part in parts:
+                last = first + self._whole(part)[0]
+                self._put(part, tensor[first:last], None)
+                first = last
+        else:
+            self._put(self._place_name(name), tensor, scale)
+
+    def _put(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """`put` into the place `name`."""
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
         place = self._places[name]
@@ -110,9 +156,11 @@ class Filler:
 
     def _place_name(self, name: str) -> str:
         """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""
-        for alias, begin in self._aliases.items():
+        for alias, begin in self._names.aliases.items():
             if name.startswith(alias):
                 name = begin + name.removeprefix(alias)
+        for theirs, ours in self._names.renamed.items():
+            name = name.replace(theirs, ours)
         return self._base + name if name not in self._places and self._base + name in self._places else name
 
     def finish(self, source: str) -> None:

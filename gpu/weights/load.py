@@ -15,7 +15,7 @@ from gpu.shard import ALONE, Shard
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
 from gpu.weights.files import Progress, fill_from_safetensors
-from gpu.weights.fill import Filler
+from gpu.weights.fill import Filler, Names
 from gpu.weights.gguf import fill_from_gguf
 from gpu.weights.stage import copier
 
@@ -41,7 +41,8 @@ def load_model(
             fill_dummy(places, device, model.slices)
             progress(1.0)
             return model
-        filler = Filler(places, copier(device), family.base, family.unused, slices=model.slices)
+        names = Names(renamed=family.renamed, fused=family.fused)
+        filler = Filler(places, copier(device), family.base, family.unused, names, model.slices)
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)
         else:

@@ -63,6 +63,63 @@ def test_sparse_layers_follow_step_and_list() -> None:
     assert spec("LlamaForCausalLM").moe is None
 
 
+MIXTRAL_8X7B: dict[str, object] = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+    "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+    "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
+}  # fmt: skip
+"""As mistralai/Mixtral-8x7B-v0.1 has it, as the next two models on the hub."""
+PHI_4: dict[str, object] = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "bos_token_id": 100257,
+    "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 17920,
+    "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40,
+    "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 250000, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 100352,
+}  # fmt: skip
+SMOLLM3: dict[str, object] = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536, "mlp_bias": False,
+    "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "torch_dtype": "bfloat16",
+    "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def test_a_config_of_mixtral() -> None:
+    got = read_spec(MIXTRAL_8X7B)
+    assert got.moe is not None and got.moe.layers == frozenset(range(32))
+    assert (got.moe.experts, got.moe.per_token, got.moe.intermediate) == (8, 2, 14336)
+    assert got.moe.norm_topk and not got.window(0)
+    assert got.num_parameters() == pytest.approx(46.7e9, rel=0.001)
+
+
+def test_a_config_of_phi_4() -> None:
+    got = read_spec(PHI_4)
+    assert (got.heads, got.kv_heads, got.head_dim, got.norm_eps) == (40, 10, 128, 1e-5)
+    assert (got.rope.kind, got.rope.theta, got.window(0), got.context_length) == ("none", 250000, 0, 16384)
+    assert got.num_parameters() == pytest.approx(14.66e9, rel=0.001)
+    assert read_spec({**PHI_4, "sliding_window": 2047}).window(39) == 2047
+    with pytest.raises(ModelError, match="rope_scaling: type"):
+        read_spec({**PHI_4, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64}})
+
+
+def test_a_config_of_smollm3() -> None:
+    got = read_spec(SMOLLM3)
+    assert got.nope_layers == frozenset(range(3, 36, 4)) and got.tied and not got.window(3)
+    assert got.num_parameters() == pytest.approx(3.075e9, rel=0.001)
+    without = {name: value for name, value in SMOLLM3.items() if name != "no_rope_layers"}
+    assert read_spec(without).nope_layers == got.nope_layers
+    slides = read_spec({**SMOLLM3, "use_sliding_window": True, "sliding_window": 64})
+    assert (slides.window(2), slides.window(3)) == (0, 64)
+    with pytest.raises(ModelError, match="no_rope_layers"):
+        read_spec({**SMOLLM3, "no_rope_layers": [1, 0]})
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}
 
 

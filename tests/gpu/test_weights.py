@@ -15,6 +15,7 @@ from core.errors import ModelError
 from core.models import read_spec
 from gpu.build import spec_of
 from gpu.models.base import CausalModel
+from gpu.shard import Shard
 from gpu.thread import device_thread
 from gpu.weights import load_model
 from gpu.weights.stage import Stage
@@ -47,7 +48,48 @@ def rewrite(path: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["llama-tied-bias", "qwen2", "qwen3-moe-mixed"])
+def apart(path: Path) -> None:
+    """Take the fused matrices of a tiny Phi-3 apart."""
+    file = path / "model.safetensors"
+    tensors = dict(load_file(file))
+    for name in [name for name in tensors if "qkv_proj" in name or "gate_up_proj" in name]:
+        fused = tensors.pop(name)
+        qkv = "qkv_proj" in name
+        sizes, parts = (
+            ((64, 32, 32), ("q_proj", "k_proj", "v_proj")) if qkv else ((96, 96), ("gate_proj", "up_proj"))
+        )
+        for part, rows in zip(parts, torch.split(fused, sizes), strict=True):
+            tensors[name.replace("qkv_proj" if qkv else "gate_up_proj", part)] = rows.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fused_matrices_are_their_parts(rank: int, tmp_path: Path) -> None:
+    """Also where a rank takes some rows of each part."""
+    fused = tiny_model.build("phi3", tmp_path / "fused").path
+    parts = Path(shutil.copytree(fused, tmp_path / "apart"))
+    apart(parts)
+    one, other = (
+        load_model(spec_of(path).shard(2), path, torch.float32, CPU, shard=Shard(rank, 2)).places()
+        for path in (fused, parts)
+    )
+    assert one.keys() == other.keys() and len(one) > 20
+    for name, place in one.items():
+        assert torch.equal(place, other[name])
+
+
+def test_a_fused_matrix_of_another_shape_is_named(tmp_path: Path) -> None:
+    path = tiny_model.build("phi3", tmp_path).path
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    rewrite(path, **{name: torch.zeros(127, 64)})
+    with pytest.raises(ModelError, match=r"qkv_proj\.weight \[127, 64\] instead of \[128, 64\]"):
+        load(path)
+    rewrite(path, **{name: None})
+    with pytest.raises(ModelError, match=r"3 tensors missing: model\.layers\.1\.self_attn\.q_proj"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["llama-tied-bias", "qwen2", "qwen3-moe-mixed", "mixtral", "phi3"])
 def test_every_parameter_is_filled_from_any_number_of_files(name: str, tmp_path: Path) -> None:
     whole = tiny_model.build(name, tmp_path / "whole")
     sharded = tiny_model.build(name, tmp_path / "sharded", max_shard_size="40KB")

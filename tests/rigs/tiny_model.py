@@ -62,6 +62,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 20, "pad_token_id": 0},
+    ),
+    "phi3": ("Phi3", {"sliding_window": 24, "pad_token_id": 0}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 32, "num_hidden_layers": 2}),
     "qwen3-moe": ("Qwen3Moe", _MOE),
     "qwen3-moe-mixed": (
         "Qwen3Moe",
