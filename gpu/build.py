@@ -305,7 +305,7 @@ def _called_runner(parts: Parts, shape: Shape, entries: Entries) -> ModelRunner:
     spec, device, rank = parts.spec, parts.target.device, parts.rank
     attention: TorchBackend = EncoderAttention()
     if spec.causal:
-        attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
+        attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)], spec.softmax_scale)
     machine = Machine(
         device,
         ExactSizes(),
@@ -335,7 +335,9 @@ def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
     device, dtype, _ = parts.target
     run = None
     if (layers := draft.layers) is not None:
-        attention = TorchAttention([layers.window(layer) for layer in range(layers.layers)])
+        attention = TorchAttention(
+            [layers.window(layer) for layer in range(layers.layers)], layers.softmax_scale
+        )
         run = DraftMachine(
             attention,
             lambda pool: plain_ops(attention, parts.rank, TableOps, parts.spec.vocab_size),

@@ -40,6 +40,17 @@ def _llama(fields: Fields, defaults: Defaults) -> ModelSpec:
     return _common(fields, defaults, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
+def granite(fields: Fields) -> ModelSpec:
+    """GraniteForCausalLM: Llama with four multipliers."""
+    return msgspec.structs.replace(
+        llama(fields),
+        embedding_scale=fields.number("embedding_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        attention_scale=fields.number("attention_multiplier", 1.0),
+        logits_scale=1.0 / fields.number("logits_scaling", 1.0),
+    )
+
+
 def smollm3(fields: Fields) -> ModelSpec:
     """SmolLM3ForCausalLM: Llama in which every fourth layer does not rotate. A window is for those alone."""
     spec = _llama(fields, Defaults(32768, theta=2000000.0, tied=True))

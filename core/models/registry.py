@@ -37,6 +37,7 @@ _ENCODERS = {
 _POOLERS = ("pooler.", "bert.pooler.", "roberta.pooler.", "cls.", "lm_head.")
 
 FAMILIES: Mapping[str, Family] = {
+    "GraniteForCausalLM": Family(read.granite),
     "MixtralForCausalLM": Family(
         read.mixtral,
         renamed={".block_sparse_moe.": ".mlp."}

@@ -103,6 +103,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     window_layers: frozenset[int] = frozenset()
     nope_layers: frozenset[int] = frozenset()
     """Layers whose queries and keys are not rotated (NoPE)."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """What attention and MLP add is multiplied by it."""
+    attention_scale: float = 0.0
+    """Scores are multiplied by it; 0: by 1 / sqrt(head_dim)."""
+    logits_scale: float = 1.0
     moe: MoeSpec | None = None
     encoder: EncoderSpec | None = None
     """None: tokens see only those before them."""
@@ -139,6 +145,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kv_layers(self) -> int:
         """Layers whose K and V outlive a step."""
         return self.layers if self.causal else 0
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied by before the softmax."""
+        return self.attention_scale or self.head_dim**-0.5
 
     @property
     def q_size(self) -> int:

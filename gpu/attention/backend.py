@@ -111,6 +111,6 @@ def attention_config(
         dtype=dtype,
         device=device,
         gpu=gpu,
-        scale=spec.head_dim**-0.5,
+        scale=spec.softmax_scale,
         pdl=gpu.capability >= HOPPER,
     )

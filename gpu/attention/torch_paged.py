@@ -58,8 +58,9 @@ class TorchAttention:
     Owner: launch thread.
     """
 
-    def __init__(self, windows: Sequence[int]) -> None:
-        self._windows = tuple(windows)
+    def __init__(self, windows: Sequence[int], scale: float | None = None) -> None:
+        """`scale` of the scores; None: 1 / sqrt(head_dim)."""
+        self._windows, self._scale = tuple(windows), scale
         self.bind(None)
         self._kv_slot_mapping = torch.empty(0)
         self._decode: dict[int, list[_Decode]] = {}
@@ -121,7 +122,8 @@ class TorchAttention:
         rows, heads, dim = q.shape
         k, v = self._gather(layer, group.pages, rows, group.keys, (kv_heads, dim))
         grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(rows, -1)
+        found = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=self._scale)
+        return found.reshape(rows, -1)
 
     def _attend_block(self, layer: int, block: _Block, q: Tensor, kv_heads: int) -> Tensor:
         """A run of tokens of one slot: [count, heads, head_dim] to [count, heads * head_dim]."""
@@ -133,6 +135,7 @@ class TorchAttention:
             v,
             attn_mask=block.mask,
             is_causal=block.causal,
+            scale=self._scale,
             enable_gqa=heads != kv_heads,
         )
         return out[0].transpose(0, 1).reshape(count, -1)

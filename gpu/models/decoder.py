@@ -15,7 +15,7 @@ from gpu.context import AuxStates, ForwardContext
 from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp, unrotated
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
-from gpu.ops.base import Matrix, Ops, Part, Rotation
+from gpu.ops.base import Matrix, Ops, Part, PendingExperts, Rotation
 from gpu.shard import ALONE, COLUMN, Shard
 
 
@@ -29,7 +29,7 @@ class Layer:
     def __init__(self, spec: ModelSpec, layer: int, parameters: Parameters, inputs: int = 0) -> None:
         """`inputs` as `Attention` takes it."""
         prefix = f"model.layers.{layer}."
-        self.number = layer
+        self.number, self._scale = layer, spec.residual_scale
         self._before = RmsNorm(spec, f"{prefix}input_layernorm", parameters)
         self.attention = Attention(spec, layer, f"{prefix}self_attn.", parameters, inputs)
         self._after = RmsNorm(spec, f"{prefix}post_attention_layernorm", parameters)
@@ -56,8 +56,14 @@ class Layer:
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part:
         """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
         `found` is added in place."""
-        x = self.attention.project(ctx, found)
-        return self._mlp(ctx, self._after(ctx, x, residual))
+        x = scaled(self.attention.project(ctx, found), self._scale)
+        made = self._mlp(ctx, self._after(ctx, x, residual))
+        return made if isinstance(made, PendingExperts) else scaled(made, self._scale)
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """`x` times `factor`, in place; most families have no factor, and no kernel for it."""
+    return x if factor == 1.0 else x.mul_(factor)
 
 
 def distinct_layers(kinds: Sequence[Hashable]) -> list[int]:
@@ -103,6 +109,7 @@ class Decoder(CausalModel):
         residual = ctx.ops.embed(self.embedding, ids, self._table_lora)
         if ctx.embedded is not None:
             residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
+        residual = scaled(residual, self.spec.embedding_scale)
         part: Part | None = None
         aux, wanted = ctx.aux, ctx.wanted
         final = aux is not None and not aux.layers
@@ -128,7 +135,7 @@ class Decoder(CausalModel):
 
     def logits(self, hidden: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
         """See `CausalModel.logits`."""
-        return self._head.to_float32(hidden, ops)
+        return scaled(self._head.to_float32(hidden, ops), self.spec.logits_scale)
 
     def _adapt_table(self, lora: LoraMatrix) -> None:
         self._table_lora = lora

@@ -90,6 +90,23 @@ SMOLLM3: dict[str, object] = {
 }  # fmt: skip
 
 
+GRANITE: dict[str, object] = {
+    "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_multiplier": 0.015625,
+    "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 8192, "logits_scaling": 8.0, "max_position_embeddings": 131072,
+    "mlp_bias": False, "model_type": "granite", "num_attention_heads": 32, "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49159,
+}  # fmt: skip
+
+
+def test_a_config_of_granite() -> None:
+    got = read_spec(GRANITE)
+    assert (got.embedding_scale, got.residual_scale, got.logits_scale) == (12.0, 0.22, 0.125)
+    assert got.softmax_scale == 1 / 64 and spec("LlamaForCausalLM").softmax_scale == 0.25
+    assert got.num_parameters() == pytest.approx(2.534e9, rel=0.001)
+
+
 def test_a_config_of_mixtral() -> None:
     got = read_spec(MIXTRAL_8X7B)
     assert got.moe is not None and got.moe.layers == frozenset(range(32))

@@ -90,7 +90,7 @@ def small(path: Path, tree: Tree | None = None) -> Make:
 
 def cpu_machine(spec: ModelSpec) -> DraftMachine:
     """For the layers of `spec`."""
-    attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
+    attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)], spec.softmax_scale)
     heads = (spec.kv_heads, spec.head_dim)
 
     def make_pool(pool: KvPool) -> KvPool:

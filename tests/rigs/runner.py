@@ -89,7 +89,9 @@ class Rig:
                 CPU,
             )
             windows = [self.spec.window(layer) for layer in range(self.spec.layers)]
-            attention = TorchAttention(windows) if self.spec.causal else EncoderAttention()
+            attention = (
+                TorchAttention(windows, self.spec.softmax_scale) if self.spec.causal else EncoderAttention()
+            )
             width = HiddenShape(self.spec.hidden, torch.float32)
             vocab = self.spec.vocab_size
             shape = Shape(rows, tokens, rows, pages, page_size, vocab, width, adapters=adapters)

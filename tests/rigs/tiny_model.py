@@ -68,6 +68,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 20, "pad_token_id": 0},
     ),
     "phi3": ("Phi3", {"sliding_window": 24, "pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 32, "num_hidden_layers": 2}),
     "qwen3-moe": ("Qwen3Moe", _MOE),
     "qwen3-moe-mixed": (
