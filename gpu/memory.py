@@ -122,6 +122,7 @@ def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     mlp = 3 * spec.intermediate
     if (moe := spec.moe) is not None:
         routed = moe.per_token * (moe.intermediate + spec.hidden) + 2 * moe.experts
+        routed += 3 * moe.shared + spec.hidden * (moe.shared > 0)
         mlp = max(mlp, routed) if len(moe.layers) < spec.layers else routed
     # Beside a product's input, what it was quantised to.
     coarse = max(3 * spec.hidden, spec.q_size, mlp) // 3 if spec.fp8 else 0

@@ -103,6 +103,31 @@ def qwen2(fields: Fields) -> ModelSpec:
     return _qwen_window(fields, _common(fields, Defaults(32768), qkv_bias=True))
 
 
+def qwen2_moe(fields: Fields) -> ModelSpec:
+    """Qwen2MoeForCausalLM: a shared expert; of windows, where they are on, every second layer has one."""
+    bias = fields.flag("qkv_bias", True)
+    spec = _common(fields, Defaults(32768), qkv_bias=bias)
+    if fields.flag("use_sliding_window"):
+        first = fields.count("max_window_layers", 28)
+        kinds = fields.array("layer_types") or [
+            "sliding_attention" if i % 2 == 0 and i < first else "" for i in range(spec.layers)
+        ]
+        spec = _slide(
+            spec,
+            fields.size("sliding_window", 4096),
+            frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention"),
+        )
+    moe = MoeSpec(
+        experts=_experts(fields, 60),
+        per_token=fields.size("num_experts_per_tok", 4),
+        intermediate=fields.size("moe_intermediate_size", 1408),
+        norm_topk=fields.flag("norm_topk_prob"),
+        layers=_sparse_layers(fields, spec),
+        shared=fields.size("shared_expert_intermediate_size", 5632),
+    )
+    return _with_experts(fields, spec, moe)
+
+
 def qwen3(fields: Fields) -> ModelSpec:
     """Qwen3ForCausalLM: normed query and key heads, head_dim 128 unless given."""
     bias = fields.flag("attention_bias")
@@ -111,21 +136,26 @@ def qwen3(fields: Fields) -> ModelSpec:
 
 
 def qwen3_moe(fields: Fields) -> ModelSpec:
-    """Qwen3MoeForCausalLM: layer i is sparse when (i + 1) divides by the step and no list says dense."""
+    """Qwen3MoeForCausalLM: Qwen3 with routed experts, without a shared one."""
     bias = fields.flag("attention_bias")
     spec = _common(fields, Defaults(32768), qkv_bias=bias, out_bias=bias, qk_norm=True)
     if fields.flag("use_sliding_window"):
         spec = _slide(spec, fields.size("sliding_window", 4096), frozenset(range(spec.layers)))
-    step = fields.size("decoder_sparse_step", 1)
-    dense = set(fields.array("mlp_only_layers"))
     moe = MoeSpec(
         experts=_experts(fields, 128),
         per_token=fields.size("num_experts_per_tok", 8),
         intermediate=fields.size("moe_intermediate_size", 768),
         norm_topk=fields.flag("norm_topk_prob"),
-        layers=frozenset(i for i in range(spec.layers) if i not in dense and (i + 1) % step == 0),
+        layers=_sparse_layers(fields, spec),
     )
     return _with_experts(fields, spec, moe)
+
+
+def _sparse_layers(fields: Fields, spec: ModelSpec) -> frozenset[int]:
+    """Of Qwen's: layer i where (i + 1) divides by the step and no list says dense."""
+    step = fields.size("decoder_sparse_step", 1)
+    dense = set(fields.array("mlp_only_layers"))
+    return frozenset(i for i in range(spec.layers) if i not in dense and (i + 1) % step == 0)
 
 
 def _experts(fields: Fields, default: int) -> int:

@@ -47,6 +47,7 @@ FAMILIES: Mapping[str, Family] = {
         read.phi3,
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     ),
+    "Qwen2MoeForCausalLM": Family(read.qwen2_moe),
     "Qwen3MoeForCausalLM": Family(read.qwen3_moe),
     "SmolLM3ForCausalLM": Family(read.smollm3),
     **{name + "ForCausalLM": Family(reader) for name, reader in _DECODERS.items()},

@@ -53,6 +53,8 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The chosen experts' weights are scaled to sum to 1."""
     layers: frozenset[int]
     """Layers whose MLP is sparse; the others are dense with `ModelSpec.intermediate`."""
+    shared: int = 0
+    """Width of an expert that every token has too, behind a gate of its own; 0: there is none."""
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +212,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             total += attention
             if self.moe is not None and layer in self.moe.layers:
                 total += self.moe.experts * self.hidden * (3 * self.moe.intermediate + 1)
+                total += 3 * self.hidden * self.moe.shared
             else:
                 total += (3 if self.causal else 2) * self.hidden * self.intermediate
         return total

@@ -6,9 +6,19 @@ Each allocates its parameters through `Parameters`, under a prefix of checkpoint
 from gpu.layers.attention import Attention
 from gpu.layers.linear import Linear
 from gpu.layers.mlp import Mlp
-from gpu.layers.moe import SparseMlp
+from gpu.layers.moe import SharedExpert, SparseMlp
 from gpu.layers.norm import RmsNorm
 from gpu.layers.parameters import Parameters
 from gpu.layers.rope import Rope, unrotated
 
-__all__ = ["Attention", "Linear", "Mlp", "Parameters", "RmsNorm", "Rope", "SparseMlp", "unrotated"]
+__all__ = [
+    "Attention",
+    "Linear",
+    "Mlp",
+    "Parameters",
+    "RmsNorm",
+    "Rope",
+    "SharedExpert",
+    "SparseMlp",
+    "unrotated",
+]

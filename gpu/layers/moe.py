@@ -79,3 +79,23 @@ class SparseMlp:
         if ctx.routes is not None:
             ctx.routes.append(ctx.ops.routes(logits, self._experts))
         return ctx.ops.experts(x, logits, self._experts)
+
+
+class SharedExpert:
+    """sigmoid(gate(x)) · MLP(x): an expert for every token.
+
+    Each rank has all of it: its result then goes into the residual as it is, and only the routed experts'
+    parts are summed over ranks.
+    """
+
+    def __init__(self, spec: ModelSpec, width: int, prefix: str, parameters: Parameters) -> None:
+        self._activation = spec.activation
+        own, up = f"{prefix}shared_expert.", {"gate_proj": width, "up_proj": width}
+        self._gate_up = parameters.linear(own, spec.hidden, up, fp8=spec.fp8)
+        self._down = parameters.linear(own, width, {"down_proj": spec.hidden}, fp8=spec.fp8)
+        self._gate = parameters.linear(prefix, spec.hidden, {"shared_expert_gate": 1})
+
+    def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] to [n, hidden]."""
+        found = self._down(self._gate_up.gated(x, ctx.ops, self._activation), ctx.ops)
+        return found.mul_(self._gate(x, ctx.ops).sigmoid())

@@ -12,7 +12,7 @@ import torch
 
 from core.models import ModelSpec
 from gpu.context import AuxStates, ForwardContext
-from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp, unrotated
+from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SharedExpert, SparseMlp, unrotated
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
 from gpu.ops.base import Matrix, Ops, Part, PendingExperts, Rotation
@@ -34,8 +34,11 @@ class Layer:
         self.attention = Attention(spec, layer, f"{prefix}self_attn.", parameters, inputs)
         self._after = RmsNorm(spec, f"{prefix}post_attention_layernorm", parameters)
         self._mlp: Mlp | SparseMlp
+        self._shared: SharedExpert | None = None
         if spec.moe is not None and layer in spec.moe.layers:
             self._mlp = SparseMlp(spec, spec.moe, f"{prefix}mlp.", parameters)
+            if spec.moe.shared:
+                self._shared = SharedExpert(spec, spec.moe.shared, f"{prefix}mlp.", parameters)
         else:
             self._mlp = Mlp(spec, f"{prefix}mlp.", parameters)
         self.kind = (spec.window(layer), type(self._mlp))
@@ -57,7 +60,10 @@ class Layer:
         """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
         `found` is added in place."""
         x = scaled(self.attention.project(ctx, found), self._scale)
-        made = self._mlp(ctx, self._after(ctx, x, residual))
+        x = self._after(ctx, x, residual)
+        made = self._mlp(ctx, x)
+        if self._shared is not None:
+            residual.add_(self._shared(ctx, x))
         return made if isinstance(made, PendingExperts) else scaled(made, self._scale)
 
 

@@ -107,6 +107,25 @@ def test_a_config_of_granite() -> None:
     assert got.num_parameters() == pytest.approx(2.534e9, rel=0.001)
 
 
+QWEN15_MOE: dict[str, object] = {
+    "architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+    "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False,
+    "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_a_config_of_qwen15_moe() -> None:
+    got = read_spec(QWEN15_MOE)
+    assert got.moe is not None and (got.moe.experts, got.moe.shared) == (60, 5632) and got.qkv_bias
+    assert got.num_parameters() == pytest.approx(14.316e9, rel=0.001)
+    slides = read_spec({**QWEN15_MOE, "use_sliding_window": True})
+    assert [slides.window(i) for i in (0, 1, 20, 22)] == [32768, 0, 32768, 0]
+
+
 def test_a_config_of_mixtral() -> None:
     got = read_spec(MIXTRAL_8X7B)
     assert got.moe is not None and got.moe.layers == frozenset(range(32))

@@ -79,6 +79,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 32, "num_hidden_layers": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            **_MOE,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "mlp_only_layers": [1],
+        },
+    ),
     "qwen3-moe": ("Qwen3Moe", _MOE),
     "qwen3-moe-mixed": (
         "Qwen3Moe",
