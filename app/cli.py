@@ -1,4 +1,4 @@
-"""`python -m app COMMAND`: which command runs, and how it ends.
+"""`loom COMMAND`, also `python -m app COMMAND`: which command runs, and how it ends.
 
 Importing this must stay quick: `--help` and a mistyped flag should not wait for torch.
 """
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from app.commands import check_config
 from app.flags import BAD_USAGE, did_you_mean
-from app.process import check_temporary_folder
+from app.process import check_temporary_folder, invocation
 from app.settings import make_parser, make_pull_parser, parse, parse_chat, parse_generate, parse_with
 from core.config import Config
 from core.env import prepare_cpu_threads
@@ -38,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         return _serve(words)
-    command = _RUN.get(words[0])
-    if command is None:
-        meant = did_you_mean(words[0], _RUN) or f". To serve a model: python -m app serve {words[0]}"
-        raise ConfigError(f"there is no command {words[0]!r}{meant} (see python -m app --help)")
-    return command(words[1:])
+    run = _RUN.get(words[0])
+    if run is None:
+        meant = did_you_mean(words[0], _RUN) or f". To serve a model: {invocation('serve')} {words[0]}"
+        raise ConfigError(f"there is no command {words[0]!r}{meant} (see {invocation()} --help)")
+    return run(words[1:])
 
 
 def _serve(argv: Sequence[str]) -> int:

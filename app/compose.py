@@ -25,7 +25,7 @@ from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.helper.process import HelperProcess
 from app.parsers.registry import reasoning_family, tool_family
-from app.process import VERSION
+from app.process import VERSION, invocation
 from app.service import SERVED, Loaded, ModelCard
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def load(config: Config, progress: Progress) -> Live:
     """Fetch, read and place the model, and make an engine over it, which `live.start()` starts.
     Raises `ConfigError`; may run for minutes in any thread."""
     if node := config.parallel.node_rank:
-        raise ConfigError(f"--node-rank {node} only runs ranks for node 0: start it with 'python -m app'.")
+        raise ConfigError(f"--node-rank {node} only runs ranks for node 0: start it with '{invocation()}'.")
     checkpoint, spec = _checkpoint(config, progress)
     progress("tokenizer", 0.0)
     tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)

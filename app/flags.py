@@ -26,7 +26,7 @@ import msgspec
 from msgspec.structs import FieldInfo, fields
 
 from app.aliases import THEIRS, translate
-from app.process import VERSION
+from app.process import VERSION, invocation
 from core.config import COMMON, Config
 from core.errors import ConfigError
 
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         epilog: str = "",
     ) -> None:
         super().__init__(
-            prog=f"python -m app {command}".rstrip(),
+            prog=invocation(command),
             usage="%(prog)s [MODEL] [flags]" if command else "%(prog)s [COMMAND [MODEL]] [flags]",
             description=description,
             epilog=epilog,

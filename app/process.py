@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from core.errors import ConfigError
@@ -39,6 +40,12 @@ def version() -> str:
 
 
 VERSION = version()
+
+
+def invocation(name: str = "") -> str:
+    """How the user runs the command `name`: by the script `loom`, or as `python -m app`."""
+    program = "loom" if Path(sys.argv[0]).stem == "loom" else "python -m app"
+    return f"{program} {name}".rstrip()
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:

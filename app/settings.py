@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from app.flags import FileFlags, Given, Group, Parser
+from app.process import invocation
 from app.sources import gather
 from core.adapters import adapters_at_start
 from core.config import (
@@ -84,7 +85,7 @@ def make_parser(command: str = "") -> Parser:
         command,
         COMMANDS.get(command, "Serve a language model over an OpenAI-compatible HTTP API."),
         GROUPS,
-        epilog=f"{ALIASES}\n\ncommands (python -m app COMMAND --help):\n{listed}",
+        epilog=f"{ALIASES}\n\ncommands ({invocation('COMMAND')} --help):\n{listed}",
     )
 
 

@@ -17,7 +17,7 @@ from app.checkpoint.checkpoint import resolve
 from app.checkpoint.fetch import NotFetched
 from app.compose import describe_devices, foresee_memory
 from app.listen import bind, tls
-from app.process import VERSION
+from app.process import VERSION, invocation
 from core.config import Config
 from core.env import cache_dir
 from core.errors import ConfigError
@@ -50,7 +50,7 @@ def run(config: Config) -> int:
             for line in check(config):
                 _say("ok", title, line)
         except NotFetched:
-            pull = f"python -m app pull {config.model.model}".rstrip()
+            pull = invocation(f"pull {config.model.model}")
             _say("-", title, f"not fetched yet: a start does it, or '{pull}'")
         except ConfigError as error:
             wrong = True

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import msgspec
@@ -79,6 +81,27 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert ended.value.code == 0
     assert "--model MODEL" in capsys.readouterr().out
     assert f"\n  {command} " in make_parser().format_help()
+
+
+@pytest.mark.parametrize(
+    ("started", "shown"), [("/usr/bin/loom", "loom"), ("/site-packages/app/__main__.py", "python -m app")]
+)
+def test_texts_name_the_program_as_it_was_started(
+    started: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started, "generate", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.startswith(f"usage: {shown} generate [MODEL]")
+    with pytest.raises(SystemExit):
+        main(["org/name"])
+    assert f"{shown} serve org/name (see {shown} --help)" in capsys.readouterr().err
+    assert f"commands ({shown} COMMAND --help)" in make_parser().format_help()
+
+
+def test_the_script_of_an_installation_is_this_main() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert EntryPoint("loom", scripts["loom"], "console_scripts").load() is main
 
 
 def test_a_word_like_none_gets_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
