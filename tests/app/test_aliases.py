@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
 
 from app.aliases import IGNORED, IGNORED_VALUES, ONLY, RENAMED, SWITCHES, VALUES, translate
 from app.settings import make_parser, parse, parse_generate
+from bench.chaos.tiny import ROOT
 from core.config import Config
 
 OURS = {flag for action in make_parser()._actions for flag in action.option_strings}
@@ -19,6 +21,41 @@ def read(line: str) -> Config:
 
 def test_every_alias_leads_to_a_flag_that_exists() -> None:
     assert {*RENAMED.values(), *VALUES, *(words[0] for words in SWITCHES.values())} <= OURS
+
+
+def page(heading: str) -> list[list[str]]:
+    """Rows of a table of app/aliases.md: of each cell the words in code."""
+    text = (ROOT / "app/aliases.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" |") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_page_has_all_that_is_translated_and_nothing_else() -> None:
+    flags = page("Flags with a value")
+    assert {(theirs, code(ours)[0]) for ours, *cells in flags for theirs in code(" ".join(cells))} == {
+        *RENAMED.items()
+    }
+    switches = {
+        code(theirs)[0]: tuple(code(ours)[0].split()) for theirs, ours in page("Flags without a value")
+    }
+    assert switches == SWITCHES
+    values = {
+        (code(flag)[0], word, code(ours)[0]) for flag, theirs, ours in page("Values") for word in code(theirs)
+    }
+    assert values == {(flag, *pair) for flag, words in VALUES.items() for pair in words.items()}
+    ignored = {flag: why for theirs, why in page("Ignored with a notice") for flag in code(theirs)}
+    assert ignored == {**IGNORED, **IGNORED_VALUES}
+    assert {code(flag)[0]: code(value)[0] for flag, value in page("One value only")} == ONLY
+
+
+def test_the_start_lines_of_the_page_mean_the_same() -> None:
+    text = (ROOT / "app/aliases.md").read_text().partition("```bash\n")[2].partition("```")[0]
+    of_vllm, of_sglang = (line.removeprefix("loom serve ") for line in text.splitlines())
+    assert read(of_vllm) == read(of_sglang) != Config()
 
 
 def test_no_alias_hides_a_flag_of_ours() -> None:
