@@ -38,9 +38,9 @@ NOT_FINITE = "The model produced values that are not finite."
 
 SHORT_STEP = 1.5e-3
 """Seconds of a step on a GPU below which an overlap depth of 1 means 2. From a result to the launch of the
-step planned behind it the host takes about half a millisecond. The GPU waits for it if the step in between
-is shorter, and in every step if drafts make planning longer. Longer steps hide it, and there a deeper queue
-would only delay new requests."""
+step planned behind it the host takes about half a millisecond, and the GPU waits for it if the step in
+between is shorter: with a simulated device of 0.5 ms and one client a step took 0.65 ms, now 0.57. Longer
+steps hide the host, and there a deeper queue would only delay new requests."""
 
 
 class Confirmed(NamedTuple):
