@@ -10,10 +10,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from app.commands import check_config
+from app.commands import check_config, models
 from app.flags import BAD_USAGE, did_you_mean
 from app.process import check_temporary_folder, invocation
-from app.settings import make_parser, make_pull_parser, parse, parse_chat, parse_generate, parse_with
+from app.settings import (
+    make_models_parser,
+    make_parser,
+    make_pull_parser,
+    parse,
+    parse_chat,
+    parse_generate,
+    parse_with,
+)
 from core.config import Config
 from core.env import prepare_cpu_threads
 from core.errors import ConfigError
@@ -80,6 +88,11 @@ def _pull(argv: Sequence[str]) -> int:
     return run(config)
 
 
+def _models(argv: Sequence[str]) -> int:
+    make_models_parser().read(argv)
+    return models.run()
+
+
 def _check_config(argv: Sequence[str]) -> int:
     return check_config.run(*parse_with(make_parser("check-config"), argv))
 
@@ -111,6 +124,7 @@ _RUN: Mapping[str, Callable[[Sequence[str]], int]] = {
     "generate": _generate,
     "chat": _chat,
     "pull": _pull,
+    "models": _models,
     "check-config": _check_config,
     "doctor": _doctor,
 }

@@ -58,6 +58,10 @@ class FileFlags(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class NoFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a command that takes none."""
+
+
 class Given(NamedTuple):
     """Values by field, and by field what the operator wrote: `--max-num-seqs`, `LOOM_PORT`, `FILE: port`."""
 
@@ -93,9 +97,10 @@ class Parser(argparse.ArgumentParser):
         own: type[msgspec.Struct] = FileFlags,
         epilog: str = "",
     ) -> None:
+        usage = "%(prog)s [MODEL] [flags]" if command else "%(prog)s [COMMAND [MODEL]] [flags]"
         super().__init__(
             prog=invocation(command),
-            usage="%(prog)s [MODEL] [flags]" if command else "%(prog)s [COMMAND [MODEL]] [flags]",
+            usage=usage if groups else "%(prog)s",
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,

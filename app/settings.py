@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from app.flags import FileFlags, Given, Group, Parser
+from app.flags import FileFlags, Given, Group, NoFlags, Parser
 from app.process import invocation
 from app.sources import gather
 from core.adapters import adapters_at_start
@@ -47,6 +47,7 @@ COMMANDS = {
     "generate": "answer a file of requests without a server",
     "chat": "talk to a model in the terminal",
     "pull": "fetch a model",
+    "models": "list the architectures that are served",
     "check-config": "print the settings that flags, variables and file make, or what is wrong with them",
     "doctor": "look at versions, devices, memory, model files and port, and say what to change",
 }
@@ -112,6 +113,11 @@ def make_pull_parser() -> Parser:
         Group("lora", LoraConfig, ("lora",)),
     )
     return Parser("pull", "Fetch what a start with the same flags would fetch.", groups)
+
+
+def make_models_parser() -> Parser:
+    """Of `models`, which only has --help."""
+    return Parser("models", "List the architectures that are served.", (), own=NoFlags)
 
 
 def parse(argv: Sequence[str]) -> Config:

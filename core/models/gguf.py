@@ -7,12 +7,13 @@ from typing import Any
 
 from core.errors import ModelError
 
-_ARCHITECTURES: Mapping[str, str] = {
+GGUF_ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
+"""By `general.architecture`, that of a config.json."""
 
 
 def gguf_config(
@@ -20,8 +21,8 @@ def gguf_config(
 ) -> dict[str, Any]:
     """config.json of a .gguf file from its metadata and tensor shapes. Raises `ModelError`."""
     kind = str(fields.get("general.architecture", ""))
-    if kind not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
+    if kind not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
         raise ModelError(f"the .gguf architecture {kind!r} is not supported; supported are {known}.")
 
     def want(name: str) -> Any:
@@ -35,7 +36,7 @@ def gguf_config(
     if embedding is None:
         raise ModelError("the .gguf file lacks the tensor token_embd.weight.")
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[kind]],
+        "architectures": [GGUF_ARCHITECTURES[kind]],
         "vocab_size": embedding[-1],
         "hidden_size": hidden,
         "intermediate_size": want("feed_forward_length"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from core.errors import ModelError
 from core.models import pooled, read
 from core.models.fields import Config, Fields
-from core.models.spec import ModelSpec, PoolingSpec
+from core.models.gguf import GGUF_ARCHITECTURES
+from core.models.spec import ModelSpec, PoolingSpec, Task
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -61,11 +64,37 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+class Served(NamedTuple):
+    """An architecture, as `architectures` of a config.json names it, and what of it is served."""
+
+    architecture: str
+    task: Task
+    fp8: bool
+    """Also checkpoints in FP8, and FP8 while loading (`--quantization`)."""
+    gguf: bool
+    """Also .gguf files."""
+
+
+def served() -> list[Served]:
+    """All of them, by name."""
+    return [
+        Served(
+            name,
+            "classify" if name.endswith(_CLASSIFIES) else "embed" if name.endswith("Model") else "generate",
+            fp8=name.removesuffix(_CLASSIFIES).removesuffix("Model") not in _ENCODERS,
+            gguf=name in GGUF_ARCHITECTURES.values(),
+        )
+        for name in sorted(FAMILIES)
+    ]
+
+
 def family_of(architecture: str) -> Family:
-    """The entry for a checkpoint's class name; an unknown one raises `ModelError` with the list."""
+    """The entry for a checkpoint's class name; an unknown one raises `ModelError` with the nearest."""
     if architecture not in FAMILIES:
+        nearest = difflib.get_close_matches(architecture, FAMILIES, n=1, cutoff=0.0)[0]
         raise ModelError(
-            f"Architecture {architecture} is not supported. Supported: {', '.join(sorted(FAMILIES))}."
+            f"Architecture {architecture} is not supported; the nearest that is: {nearest}. "
+            "'python -m app models' lists all."
         )
     return FAMILIES[architecture]
 

@@ -222,8 +222,10 @@ def test_more_experts_per_token_than_experts() -> None:
         spec("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=8)
 
 
-def test_unknown_architecture_lists_the_known() -> None:
-    with pytest.raises(ModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+def test_an_unknown_architecture_is_told_the_nearest() -> None:
+    with pytest.raises(ModelError, match=r"Qwen3NextForCausalLM is not supported.*: Qwen3ForCausalLM"):
+        spec("Qwen3NextForCausalLM")
+    with pytest.raises(ModelError, match="GPT2LMHeadModel is not supported; the nearest"):
         spec("GPT2LMHeadModel")
     with pytest.raises(ModelError, match="architectures"):
         read_spec(BASE)

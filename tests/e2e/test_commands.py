@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.tiny import ROOT, dummy_model, flags
+from core.models.registry import FAMILIES
 from tests.rigs.wait import PATIENCE
 
 
@@ -79,3 +80,16 @@ def test_a_model_that_is_not_here_yet_is_no_fault(tmp_path: Path) -> None:
     done = run("doctor", "--port", "0", "--device", "cpu", LOOM_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stdout
     assert "not fetched yet" in done.stdout and "python -m app pull" in done.stdout
+
+
+def test_models_lists_what_is_served() -> None:
+    done = run("models")
+    head, *rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr, head) == (0, "", ["ARCHITECTURE", "TASK", "WEIGHTS"])
+    assert [row[0] for row in rows] == sorted(FAMILIES)
+    table = {name: (task, weights) for name, task, weights in rows}
+    assert table["Qwen3MoeForCausalLM"] == ("generate", "safetensors, fp8, gguf")
+    assert table["MixtralForCausalLM"] == ("generate", "safetensors, fp8")
+    assert table["BertModel"] == ("embed", "safetensors")
+    assert table["Qwen2ForSequenceClassification"] == ("classify", "safetensors, fp8")
+    assert run("models", "--port", "1").returncode == 2

@@ -22,6 +22,7 @@ PARSERS = {
     "generate": settings.make_generate_parser,
     "chat": settings.make_chat_parser,
     "pull": settings.make_pull_parser,
+    "models": settings.make_models_parser,
 }
 PROGRAM = re.compile(r"^(?:sudo )?(?:loom|python -m app|torchrun .* -m app|docker run .* loom:\S+)(?= |$)")
 

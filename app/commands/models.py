@@ -1,0 +1,24 @@
+"""`python -m app models`: which architectures are served."""
+
+from __future__ import annotations
+
+from core.models.registry import served
+
+
+def run() -> int:
+    """Print a line for each. Returns the exit code."""
+    print("\n".join(lines()))
+    return 0
+
+
+def lines() -> list[str]:
+    """A table: what `architectures` of a config.json says, what it is served for, from which files."""
+    rows = [("ARCHITECTURE", "TASK", "WEIGHTS")]
+    for each in served():
+        weights = ["safetensors", *["fp8"] * each.fp8, *["gguf"] * each.gguf]
+        rows.append((each.architecture, each.task, ", ".join(weights)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
