@@ -58,7 +58,7 @@ from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors, shared
 from gpu.shard import ALONE, Shard
-from gpu.sizes import choose_sizes, with_budget
+from gpu.sizes import choose_sizes, fit_rope, with_budget
 from gpu.state.view import StepView
 from gpu.step.begin import begin_step
 from gpu.step.rings import Entries
@@ -228,6 +228,7 @@ def _settle(
     check_pages(whole, target, cache)
     own = shard_spec(whole, parallel.tp)
     sizes = choose_sizes(own, model, schedule, target.device)
+    own = fit_rope(own, sizes.context)
     dummy = model.load_format == "dummy"
     draft = read_drafting(drafting.settings, drafting.path, whole, dummy, spec_of)
     return _Settled(targets, whole, own, schedule, sizes, draft)

@@ -42,6 +42,15 @@ def choose_sizes(
     return Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
 
 
+def fit_rope(spec: ModelSpec, context: int) -> ModelSpec:
+    """`spec` for requests of up to `context` tokens: LongRoPE has other factors for texts longer than those
+    that the model was first trained on."""
+    if spec.rope.kind != "longrope":
+        return spec
+    rope = msgspec.structs.replace(spec.rope, long=context > spec.rope.original_max)
+    return msgspec.structs.replace(spec, rope=rope)
+
+
 def _rows(schedule: ScheduleConfig, device: torch.device) -> int:
     """Every running row gets a token in every step, so the budget bounds them."""
     if schedule.max_running > schedule.step_tokens:

@@ -69,6 +69,9 @@ def smollm3(fields: Fields) -> ModelSpec:
 def phi3(fields: Fields) -> ModelSpec:
     """Phi3ForCausalLM, of Phi-3 and Phi-4: a checkpoint fuses q, k and v, and gate and up."""
     spec = _common(fields, Defaults(4096, norm_eps=1e-5))
+    half = int(spec.head_dim * spec.rope.partial) // 2
+    if any(len(each) not in (0, half) for each in (spec.rope.short_factors, spec.rope.long_factors)):
+        raise fields.wrong("rope_scaling", f"factors for half of the {2 * half} dimensions that are rotated")
     if not fields.has("sliding_window"):
         return spec
     return _slide(spec, fields.size("sliding_window"), frozenset(range(spec.layers)))

@@ -41,6 +41,8 @@ def read_rope(fields: Fields, max_position: int, theta: float = 10000.0) -> Rope
             more["original_max"] = original
             more["low_freq"] = rope.number("low_freq_factor")
             more["high_freq"] = rope.number("high_freq_factor")
+        case "longrope" | "su":
+            return msgspec.structs.replace(spec, **_longrope(rope, max_position, original))
         case "yarn":
             more["original_max"] = original
             more["beta_fast"] = rope.number("beta_fast", 32.0)
@@ -48,7 +50,7 @@ def read_rope(fields: Fields, max_position: int, theta: float = 10000.0) -> Rope
             more["truncate"] = rope.flag("truncate", True)
         case _:
             name = "rope_type" if rope.has("rope_type") else "type"
-            raise rope.wrong(name, "default, linear, dynamic, llama3 or yarn")
+            raise rope.wrong(name, "default, linear, dynamic, llama3, yarn or longrope")
     factor = rope.number("factor", max_position / original if kind == "yarn" else None)
     if kind == "yarn":
         more["attention_factor"] = _yarn_attention(rope, factor)
@@ -77,3 +79,24 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
     if rope.has("mscale") and rope.has("mscale_all_dim"):
         return scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
     return scale(1.0)
+
+
+def _longrope(rope: Fields, max_position: int, original: int) -> dict[str, Any]:
+    """LongRoPE (arXiv 2402.13753), as Phi has it."""
+    factor = rope.number("factor", max_position / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "kind": "longrope",
+        "original_max": original,
+        "attention_factor": rope.number("attention_factor", scale),
+        "short_factors": _factors(rope, "short_factor"),
+        "long_factors": _factors(rope, "long_factor"),
+        "long": max_position > original,
+    }
+
+
+def _factors(rope: Fields, name: str) -> tuple[float, ...]:
+    found = rope.array(name)
+    if not found or not all(isinstance(each, int | float) and each > 0 for each in found):
+        raise rope.wrong(name, "a list of positive numbers")
+    return tuple(float(each) for each in found if isinstance(each, int | float))

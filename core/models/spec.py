@@ -18,7 +18,7 @@ Activation = Literal["none", "sigmoid", "softmax"]
 Fp8 = Literal["", "rows", "blocks"]
 """How e4m3 matrices are scaled: by a number for each output, or for each block of 128 x 128; "": not e4m3."""
 
-RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     partial: float = 1.0
     """Share of head_dim, from its start, that is rotated."""
     original_max: int = 0
-    """Positions of the unscaled model (dynamic, llama3, yarn)."""
+    """Positions of the unscaled model (dynamic, llama3, yarn, longrope)."""
     low_freq: float = 1.0
     high_freq: float = 4.0
     """llama3: wavelengths above original_max / low_freq are stretched fully, below
@@ -40,7 +40,13 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     """yarn: the ramp between kept and stretched dimensions, in rotations; whole dimensions or not."""
     attention_factor: float = 1.0
-    """Scales cos and sin (yarn)."""
+    """Scales cos and sin (yarn, longrope)."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    long: bool = False
+    """longrope: what wavelengths are stretched by where no text is longer than `original_max`, and where some
+    may be (`long`). A text does not change from one to the other as it grows, as it does in transformers:
+    keys that are cached would be wrong."""
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,11 +16,14 @@ from gpu.ops.plain import turn
 def frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
     """Radians per position, float32 [dim / 2], of all kinds but dynamic, which grows with position.
 
-    linear: kaiokendev's interpolation; llama3: Meta's wavelength bands; yarn: arXiv 2309.00071.
+    linear: kaiokendev's interpolation; llama3: Meta's wavelength bands; yarn: arXiv 2309.00071; longrope:
+    arXiv 2402.13753.
     """
     base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.kind == "linear":
         return base / rope.factor
+    if rope.kind == "longrope":
+        return base / torch.tensor(rope.long_factors if rope.long else rope.short_factors)
     if rope.kind == "llama3":
         return _llama3(rope, base)
     if rope.kind == "yarn":

@@ -140,8 +140,15 @@ def test_a_config_of_phi_4() -> None:
     assert (got.rope.kind, got.rope.theta, got.window(0), got.context_length) == ("none", 250000, 0, 16384)
     assert got.num_parameters() == pytest.approx(14.66e9, rel=0.001)
     assert read_spec({**PHI_4, "sliding_window": 2047}).window(39) == 2047
-    with pytest.raises(ModelError, match="rope_scaling: type"):
-        read_spec({**PHI_4, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64}})
+    scaling = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    long = read_spec({**PHI_4, "rope_scaling": scaling, "original_max_position_embeddings": 4096})
+    assert (long.rope.kind, long.rope.original_max, long.rope.long) == ("longrope", 4096, True)
+    assert long.rope.attention_factor == pytest.approx(
+        (1 + 1 / 6) ** 0.5
+    )  # 4 times as long: log 4 / log 4096
+    for wrong in ({"short_factor": None}, {"long_factor": [1.0, "2"]}, {"long_factor": [1.0] * 63}):
+        with pytest.raises(ModelError, match="rope_scaling"):
+            read_spec({**PHI_4, "rope_scaling": scaling | wrong})
 
 
 def test_a_config_of_smollm3() -> None:
@@ -201,7 +208,8 @@ def test_context_counts_what_scaling_adds(scaling: dict[str, object] | None, con
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"hidden_act": "swiglu"}, "hidden_act"),
         ({"torch_dtype": "int8"}, "torch_dtype"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: type"),
+        ({"rope_scaling": {"type": "su2"}}, "rope_scaling: type"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: short_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor"),
         ({"rope_scaling": 3}, "rope_scaling"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),

@@ -18,7 +18,9 @@ from core.types import NO_TOKENS
 from gpu.build import Beside, build_executor, check_pages, choose_fp8, spec_of
 from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
+from gpu.layers.rope import frequencies
 from gpu.parts import Target
+from gpu.sizes import fit_rope
 from gpu.targets import choose_dtype, choose_ranks, choose_targets
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
@@ -61,6 +63,16 @@ def test_the_dtype_of_the_computation(
 ) -> None:
     spec = msgspec.structs.replace(spec_of(path), dtype=checkpoint, task=task)
     assert choose_dtype(name, spec, torch.device(device)) == chosen
+
+
+def test_longrope_stretches_as_much_as_the_context_needs(tmp_path: Path) -> None:
+    spec = spec_of(tiny_model.build("phi3-longrope", tmp_path).path)
+    short, long = (fit_rope(spec, context) for context in (16, 17))
+    assert (short.rope.long, long.rope.long) == (False, True) and spec == long
+    turns = torch.tensor(long.rope.long_factors) / torch.tensor(long.rope.short_factors)
+    torch.testing.assert_close(frequencies(short.rope, 12), frequencies(long.rope, 12) * turns)
+    plain = spec_of(tiny_model.build("llama", tmp_path / "llama").path)
+    assert fit_rope(plain, 16) == plain
 
 
 @pytest.mark.parametrize(("tp", "threads"), [(1, 6), (2, 3), (4, 1)])

@@ -25,13 +25,15 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def _rope(kind: str, **more: float) -> dict[str, Any]:
+def _rope(kind: str, **more: object) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
 _LLAMA3 = _rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
+_FACTORS = {"short_factor": [1.0 + i / 9 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
+"""For half of the 12 dimensions that are rotated of a head of 16."""
 _MOE: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -68,6 +70,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 20, "pad_token_id": 0},
     ),
     "phi3": ("Phi3", {"sliding_window": 24, "pad_token_id": 0}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            **_rope("longrope", original_max_position_embeddings=16, partial_rotary_factor=0.75, **_FACTORS),
+            "original_max_position_embeddings": 16,
+            "pad_token_id": 0,
+        },
+    ),
     "granite": (
         "Granite",
         {
