@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -128,7 +127,7 @@ class Server:
         housekeeping.start()
         self._service.ready(live.loaded)
         batches.start(self._service, BackgroundCapacity(replicas))
-        took = time.time() - self._service.started_at
+        took = self._service.startup_seconds
         log.info("%s is ready after %.1f s", live.loaded.card.name, took)
         for line in summary(address, self._config.serve, live.loaded, live.memory):
             log.info("%s", line, extra=logs.BARE)

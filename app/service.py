@@ -145,11 +145,14 @@ class Service:
         """For `/server_info`, without secrets."""
         self.health = Health()
         self.started_at = time.time()
+        self.startup_seconds = 0.0
+        """From the start until the model was ready; 0 before."""
         self._loaded: Loaded | None = None
 
     def ready(self, loaded: Loaded) -> None:
         """Accept requests from now on."""
         self._loaded = loaded
+        self.startup_seconds = time.time() - self.started_at
         self.health = Health(Phase.READY, "ready", 1.0)
 
     @property

@@ -38,6 +38,8 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting: int
     waiting_tokens: int
+    retracted: int = 0
+    """Of those that wait, requests that ran already."""
     running: int
     in_flight: int
     steps: int
@@ -75,6 +77,32 @@ class Histogram(msgspec.Struct):
         """`count` observations of `value`."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
+
+
+class Histograms(msgspec.Struct, kw_only=True):
+    """Seconds and tokens of requests: each is observed when the last of it is known. Requests that end before
+    their first token have no times but `end_to_end`."""
+
+    ttft: Histogram
+    inter_token: Histogram
+    end_to_end: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    """Prefill and decode."""
+    per_token: Histogram
+    """Mean of a request's inter-token latencies."""
+    prompt_tokens: Histogram
+    output_tokens: Histogram
+    max_tokens: Histogram
+    """What the request was allowed."""
+    choices: Histogram
+    """Requests of one job."""
+    longest: Histogram
+    """Output tokens of a job's longest choice."""
+    step_tokens: Histogram
+    """Prompt and output tokens of a step."""
 
 
 class DraftStatistics(msgspec.Struct):
@@ -124,9 +152,10 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Of all applied steps: between two readings, how long the device was inside one."""
     loop_lag: float
     """Highest of the last seconds."""
-    ttft: Histogram
-    inter_token: Histogram
-    end_to_end: Histogram
-    queue: Histogram
+    output_rate: float
+    """Output tokens per second, as `busy`."""
+    busy: float
+    """Share of the last second or two that the device was inside a step."""
+    histograms: Histograms
     drafts: DraftStatistics | None = None
     """None without speculative decoding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from aiohttp import web
@@ -25,7 +26,7 @@ from app.api.vllm import chat_batch, derender, inference, render
 from app.batch import Batches, Store
 from app.http.burst import Burst
 from app.http.intake import MAX_HELD, Intake
-from app.http.keys import BURST, INTAKE, SERVE, SERVICE
+from app.http.keys import BURST, INTAKE, REQUEST_COUNTS, SERVE, SERVICE
 from app.http.middleware import decorate, expect, make_middleware
 from app.http.tenant import Keys
 from app.service import Service
@@ -70,6 +71,7 @@ def make_app(service: Service, serve: ServeConfig) -> web.Application:
     app[SERVICE] = service
     app[SERVE] = serve
     app[BURST] = Burst()
+    app[REQUEST_COUNTS] = Counter()
     app[INTAKE] = Intake(max(MAX_HELD, 4 * serve.max_body), monotonic)
     data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
     app[BATCHES] = Batches(Store(data), ANSWERS)

@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, clock: Clock) -> None:
         self._scheduler = scheduler
-        self.recorder = Recorder(clock, executor.capabilities.max_drafts)
+        self.recorder = Recorder(clock, executor.capabilities)
         self.failure: str | None = None
         self.hung = False
         """The failure is a device that does not answer: its threads never end."""
@@ -192,7 +192,7 @@ class Engine:
                 self.fail(result.reason)
                 return
             confirmed = self._scheduler.apply(result)
-            self.recorder.step(confirmed.rows, result.seconds)
+            self.recorder.step(confirmed, result.seconds)
             if self.recorder.drafts is not None and result.drafted is not None:
                 self.recorder.drafts.add(result.drafted, result.counts)
             self._backlog.add(confirmed)

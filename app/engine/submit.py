@@ -113,11 +113,12 @@ class Submitter:
         self._runs[key] = run
         times = arrived, encoded - arrived, self._clock() - encoded
         self._timelines.open(key, run.engine.recorder, run.requests, *times)
-        run.on_done(lambda: self._done(key, job.root.adapter))
+        run.on_done(lambda: self._done(key, run, job.root.adapter))
         return run
 
-    def _done(self, key: JobKey, adapter: str) -> None:
+    def _done(self, key: JobKey, run: LiveRun, adapter: str) -> None:
         del self._runs[key]
+        run.engine.recorder.job_ended(run.requests)
         self._adapters.release(adapter)
         self._timelines.close(key)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from aiohttp import web
 
 from app.http.burst import Burst
@@ -9,9 +11,13 @@ from app.http.intake import Intake
 from app.service import Service
 from core.config import ServeConfig
 
+RequestCounts = Counter[tuple[str, str, int]]
+"""Answers by route pattern, method and status."""
+
 SERVICE = web.AppKey("service", Service)
 BURST = web.AppKey("burst", Burst)
 INTAKE = web.AppKey("intake", Intake)
+REQUEST_COUNTS = web.AppKey("request_counts", RequestCounts)
 SERVE = web.AppKey("serve", ServeConfig)
 REQUEST_ID = web.RequestKey("request_id", str)
 BODY = web.RequestKey("body", bytes)

@@ -7,12 +7,12 @@ import re
 import secrets
 import time
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler, Middleware
 
 from app.http.errors import AnthropicError, CohereError, Error, ErrorShape, HttpError, OllamaError, fault
-from app.http.keys import REQUEST_ID, WARNINGS
+from app.http.keys import REQUEST_COUNTS, REQUEST_ID, WARNINGS
 from app.http.reply import error_response
 from app.http.tenant import Keys, as_tenant
 from app.warning import HEADER, header_value, warnings
@@ -90,6 +90,7 @@ def make_middleware(keys: Keys) -> Middleware:
             status = response.status
             return response
         finally:
+            _count(request, status)
             level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
             if log.isEnabledFor(level):
                 took = (time.perf_counter() - started) * 1000
@@ -104,6 +105,15 @@ def make_middleware(keys: Keys) -> Middleware:
                 )
 
     return edge
+
+
+def _count(request: web.Request, status: int) -> None:
+    """Count an answer. What has no route or an unknown method is one label value, whatever was sent: each
+    further value would be a series for ever, at the will of any client."""
+    resource = request.match_info.route.resource
+    handler = "none" if resource is None else resource.canonical
+    method = request.method if request.method in hdrs.METH_ALL else "other"
+    request.app[REQUEST_COUNTS][handler, method, status] += 1
 
 
 async def _answer(request: web.Request, handler: Handler, keys: Keys) -> web.StreamResponse:

@@ -2,114 +2,162 @@
 
 Every metric has a `loom_` name; those that dashboards and autoscalers of vLLM and SGLang need appear under
 their names too. Names are fixed by a test. Computed only when scraped, from frozen snapshots: some load
-generators scrape every 333 ms.
+generators scrape every 333 ms. For the same reason the text is written here: `prometheus_client` makes an
+object per sample, and takes five times as long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-
+from app.http.keys import RequestCounts
 from app.service import Loaded, Phase, Service
-from core.stats import DraftStatistics, EngineStatistics, Histogram, SchedulerStatistics
+from core.stats import DraftStatistics, EngineStatistics, Histogram, Histograms, SchedulerStatistics
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-"""Not OpenMetrics: it renames metrics with a colon, which breaks dashboards."""
-
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Not OpenMetrics: its scrapers rename metrics with a colon, which breaks dashboards."""
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
+    "loom_startup_seconds": ("sglang:startup_time_seconds",),
     "loom_requests_running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
     "loom_requests_waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "loom_requests_retracted": ("sglang:num_retracted_reqs",),
     "loom_requests_finished_total": ("vllm:request_success_total",),
-    "loom_retractions_total": ("vllm:num_preemptions_total", "sglang:num_retracted_reqs_total"),
+    "loom_retractions_total": (
+        "vllm:num_preemptions_total",
+        "sglang:num_retracted_requests_total",
+        "sglang:num_retracted_reqs_total",
+    ),
     "loom_prompt_tokens_total": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
     "loom_output_tokens_total": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
-    "loom_cached_tokens_total": ("vllm:prompt_tokens_cached_total", "sglang:cached_tokens_total"),
+    "loom_output_tokens_per_second": ("sglang:gen_throughput",),
+    "loom_cached_tokens_total": ("vllm:prompt_tokens_cached_total",),
+    "loom_cache_pages": ("sglang:num_pages",),
+    "loom_cache_page_tokens": ("sglang:page_size",),
     "loom_cache_usage_ratio": ("vllm:kv_cache_usage_perc", "sglang:token_usage"),
     "loom_cache_queried_tokens_total": ("vllm:prefix_cache_queries_total",),
     "loom_cache_hit_tokens_total": ("vllm:prefix_cache_hits_total",),
     "loom_cache_hit_ratio": ("sglang:cache_hit_rate",),
-    **{
-        f"loom_{name}": (f"vllm:{name}", f"sglang:{name}")
-        for name in (
-            "time_to_first_token_seconds",
-            "inter_token_latency_seconds",
-            "e2e_request_latency_seconds",
-        )
-    },
+    "loom_device_busy_ratio": ("sglang:utilization",),
+    "loom_time_to_first_token_seconds": (
+        "vllm:time_to_first_token_seconds",
+        "sglang:time_to_first_token_seconds",
+    ),
+    "loom_inter_token_latency_seconds": (
+        "vllm:inter_token_latency_seconds",
+        "sglang:inter_token_latency_seconds",
+    ),
+    "loom_e2e_request_latency_seconds": (
+        "vllm:e2e_request_latency_seconds",
+        "sglang:e2e_request_latency_seconds",
+    ),
+    "loom_queue_time_seconds": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
+    "loom_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
+    "loom_decode_time_seconds": ("vllm:request_decode_time_seconds",),
+    "loom_inference_time_seconds": ("vllm:request_inference_time_seconds",),
+    # SGLang exports it no more, but its documentation and inference-perf still look for it.
+    "loom_time_per_output_token_seconds": (
+        "vllm:request_time_per_output_token_seconds",
+        "sglang:time_per_output_token_seconds",
+    ),
+    "loom_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "loom_request_output_tokens": ("vllm:request_generation_tokens",),
+    "loom_request_longest_output_tokens": ("vllm:request_max_num_generation_tokens",),
+    "loom_request_max_tokens": ("vllm:request_params_max_tokens",),
+    "loom_request_choices": ("vllm:request_params_n",),
+    "loom_step_tokens": ("vllm:iteration_tokens_total",),
     "loom_adapters_placed": ("sglang:lora_pool_slots_used",),
     "loom_adapter_places": ("sglang:lora_pool_slots_total",),
+    "loom_adapter_places_usage_ratio": ("sglang:lora_pool_utilization",),
     "loom_drafts_total": ("vllm:spec_decode_num_drafts_total",),
     "loom_draft_tokens_total": ("vllm:spec_decode_num_draft_tokens_total",),
     "loom_accepted_tokens_total": ("vllm:spec_decode_num_accepted_tokens_total",),
     "loom_accepted_tokens_per_position_total": ("vllm:spec_decode_num_accepted_tokens_per_pos_total",),
     "loom_accept_length": ("sglang:spec_accept_length",),
     "loom_accept_ratio": ("sglang:spec_accept_rate",),
-    "loom_queue_time_seconds": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
 }
 """Further names of metrics."""
 
 
 class Figure(NamedTuple):
-    """One figure. `labels` names those that it has besides the replica's; a sample is their values and what
-    the family's `add_metric` takes for one."""
+    """One figure. `labels` names those that it has besides the replica's; a sample is their values and its
+    own."""
 
-    family: Callable[..., Any]
+    kind: Literal["gauge", "counter", "histogram"]
     name: str
     help: str
-    samples: Sequence[tuple[tuple[str, ...], tuple[Any, ...]]]
+    samples: Sequence[tuple[tuple[str, ...], float | Histogram]]
     labels: tuple[str, ...] = ()
 
 
-Labelled = tuple[dict[str, str], Figure]
+Labelled = tuple[Mapping[str, str], Figure]
 """A figure with the labels of its replica."""
 
 
-def metrics(replicas: Sequence[Labelled]) -> Iterator[Metric]:
-    """The family of each name of one figure, with the samples of every replica."""
-    labels, first = replicas[0]
-    for name in (first.name, *ALIASES.get(first.name, ())):
-        family = first.family(name, first.help, labels=[*labels, *first.labels])
-        for labels, figure in replicas:
-            for own, value in figure.samples:
-                family.add_metric([*labels.values(), *own], *value)
-        yield family
-
-
 class Scrape:
-    """`prometheus_client`'s collector for one scrape. Before the model is loaded it has the metrics of the
-    process only.
+    """What one scrape shows. Before the model is loaded that is the metrics of the process only.
 
-    Made on the event loop, where the statistics are read; `collect` may run in any thread.
+    Made on the event loop, where the statistics are read; `text` may run in any thread.
     """
 
-    def __init__(self, service: Service, version: str) -> None:
-        self._figures: list[tuple[Labelled, ...]] = [(({}, each),) for each in _process(service, version)]
+    def __init__(self, service: Service, requests: RequestCounts, version: str) -> None:
+        process = (*_process(service, version), *_http(requests))
+        self._figures: list[tuple[Labelled, ...]] = [(({}, each),) for each in process]
         if service.health.phase in (Phase.READY, Phase.DRAINING):
             replicas = enumerate(service.loaded.engine.statistics())
-            figures = [_replica(service.loaded, number, each) for number, each in replicas]
+            figures = [_replica(service, number, each) for number, each in replicas]
             self._figures += zip(*figures, strict=True)
 
-    def collect(self) -> Iterator[Metric]:
-        """All metrics."""
-        for replicas in self._figures:
-            yield from metrics(replicas)
+    def text(self) -> str:
+        """All metrics, each with the samples of every replica."""
+        return "".join(part for replicas in self._figures for part in _metric(replicas))
 
 
-async def exposition(service: Service, version: str) -> bytes:
-    """All of `/metrics`. Formatted in a thread: it takes 1.4 ms, longer than the loop may be held."""
-    return await asyncio.to_thread(generate_latest, Scrape(service, version))
+async def exposition(service: Service, requests: RequestCounts, version: str) -> bytes:
+    """All of `/metrics`. Written in a thread: it takes longer than the loop may be held."""
+    text = await asyncio.to_thread(Scrape(service, requests, version).text)
+    return text.encode()
+
+
+def _metric(replicas: Sequence[Labelled]) -> Iterator[str]:
+    """The lines of one figure under each of its names."""
+    figure = replicas[0][1]
+    # All that follows the name is the same for each of them.
+    ends = [end for shared, each in replicas for end in _ends(shared, each)]
+    for name in (figure.name, *ALIASES.get(figure.name, ())):
+        yield f"# HELP {name} {figure.help}\n# TYPE {name} {figure.kind}\n"
+        for end in ends:
+            yield name + end
+
+
+def _ends(shared: Mapping[str, str], figure: Figure) -> Iterator[str]:
+    """The lines of a figure's samples without its name."""
+    for values, sample in figure.samples:
+        own = zip(figure.labels, values, strict=True)
+        labels = ",".join(f'{name}="{_escape(value)}"' for name, value in (*shared.items(), *own))
+        braced = f"{{{labels}}}" if labels else ""
+        if isinstance(sample, Histogram):
+            comma = "," if labels else ""
+            bounds = (*(f"{bound:g}" for bound in sample.bounds), "+Inf")
+            for bound, count in zip(bounds, accumulate(sample.counts), strict=True):
+                yield f'_bucket{{{labels}{comma}le="{bound}"}} {count}\n'
+            yield f"_count{braced} {sum(sample.counts)}\n"
+            yield f"_sum{braced} {sample.total}\n"
+        else:
+            yield f"{braced} {float(sample)}\n"
+
+
+def _escape(value: str) -> str:
+    """A label's value, which may come from the operator: a quote or a line break in it would end it."""
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+# -- the figures -----------------------------------------------------------------------------------
 
 
 def _process(service: Service, version: str) -> Iterator[Figure]:
@@ -120,10 +168,32 @@ def _process(service: Service, version: str) -> Iterator[Figure]:
     yield _gauge("loom_start_time_seconds", "Start time of the process, in Unix seconds.", service.started_at)
 
 
-def _replica(loaded: Loaded, number: int, s: EngineStatistics) -> Iterator[Labelled]:
+def _http(requests: RequestCounts) -> Iterator[Figure]:
+    text, labels = "Answers by route pattern, method and status.", ("handler", "method", "status")
+    counts = [((handler, method, str(status)), n) for (handler, method, status), n in requests.items()]
+    yield Figure("counter", "loom_http_requests_total", text, counts, labels)
+    # The name and the labels of prometheus-fastapi-instrumentator, which counts for vLLM and SGLang.
+    classes: Counter[tuple[str, ...]] = Counter()
+    for (handler, method, status), n in requests.items():
+        classes[handler, method, f"{status // 100}xx"] += n
+    yield Figure("counter", "http_requests_total", text, list(classes.items()), labels)
+
+
+def _replica(service: Service, number: int, s: EngineStatistics) -> Iterator[Labelled]:
+    loaded = service.loaded
     labels = {"model_name": loaded.card.name, "engine": str(number)}
-    for figure in (*_engine(s), *_adapters(loaded, number, s.scheduler)):
+    for figure in (*_engine(s), *_adapters(loaded, number, s.scheduler), *_state(service)):
         yield labels, figure
+
+
+def _state(service: Service) -> Iterator[Figure]:
+    yield _gauge("loom_startup_seconds", "Seconds from the start until ready.", service.startup_seconds)
+    operator = service.loaded.operator
+    asleep = frozenset() if operator is None else operator.asleep
+    # vLLM's states: the weights come back with the wake-up, so that `discard_all` never holds.
+    states = {"awake": not asleep, "weights_offloaded": "weights" in asleep, "discard_all": False}
+    samples = [((state,), holds) for state, holds in states.items()]
+    yield Figure("gauge", "vllm:engine_sleep_state", "1 for what holds.", samples, ("sleep_state",))
 
 
 def _engine(s: EngineStatistics) -> Iterator[Figure]:
@@ -132,8 +202,10 @@ def _engine(s: EngineStatistics) -> Iterator[Figure]:
     yield from _cache(s)
     yield _gauge("loom_step_seconds", "Device seconds of the last step.", s.step_seconds)
     yield _counter("loom_device_seconds_total", "Device seconds of all steps.", s.device_seconds)
+    yield _gauge("loom_device_busy_ratio", "Share of the last second that the device was in a step.", s.busy)
     yield _gauge("loom_loop_lag_seconds", "Highest recent delay of the event loop, in seconds.", s.loop_lag)
-    yield from _latencies(s)
+    yield from _latencies(s.histograms)
+    yield from _sizes(s.histograms)
     if s.drafts is not None:
         yield from _drafts(s.drafts)
 
@@ -142,13 +214,17 @@ def _queue(s: EngineStatistics) -> Iterator[Figure]:
     q = s.scheduler
     yield _gauge("loom_requests_running", "Running requests.", q.running)
     yield _gauge("loom_requests_waiting", "Waiting requests.", q.waiting)
+    yield _gauge("loom_requests_retracted", "Waiting requests that were preempted.", q.retracted)
+    reasons = [(("capacity",), q.waiting), (("deferred",), 0)]  # nothing else is waited for
+    name = "vllm:num_requests_waiting_by_reason"
+    yield Figure("gauge", name, "Waiting requests, by reason.", reasons, ("reason",))
     yield _gauge("loom_tokens_waiting", "Prompt tokens of waiting requests.", q.waiting_tokens)
     yield _gauge("loom_steps_in_flight", "Steps submitted and not applied.", q.in_flight)
     yield _counter("loom_steps_total", "Steps applied.", q.steps)
     yield _counter("loom_retractions_total", "Preemptions.", q.retractions)
-    finished = [((reason,), (count,)) for reason, count in sorted(q.finished.items())]
+    finished = [((reason,), count) for reason, count in sorted(q.finished.items())]
     name = "loom_requests_finished_total"
-    yield Figure(CounterMetricFamily, name, "Requests ended, by reason.", finished, ("finished_reason",))
+    yield Figure("counter", name, "Requests ended, by reason.", finished, ("finished_reason",))
     yield _counter("sglang:num_requests_total", "Requests ended.", sum(q.finished.values()))
     yield _counter("sglang:num_aborted_requests_total", "Requests aborted.", q.finished.get("abort", 0))
 
@@ -157,13 +233,26 @@ def _tokens(s: EngineStatistics) -> Iterator[Figure]:
     q = s.scheduler
     yield _counter("loom_prompt_tokens_total", "Prompt tokens.", q.prompt_tokens)
     yield _counter("loom_output_tokens_total", "Generated tokens.", q.output_tokens)
-    yield _counter("loom_cached_tokens_total", "Prompt tokens found in the cache.", q.cached_tokens)
+    text = "Prompt tokens found in the cache."
+    yield _counter("loom_cached_tokens_total", text, q.cached_tokens)
+    yield _counter("sglang:cached_tokens_total", text, q.cached_tokens, cache_source="device")
+    sources = {
+        "local_compute": q.prompt_tokens - q.cached_tokens,
+        "local_cache_hit": q.cached_tokens,
+        "external_kv_transfer": 0,
+    }
+    samples = [((source,), count) for source, count in sources.items()]
+    name = "vllm:prompt_tokens_by_source_total"
+    yield Figure("counter", name, "Prompt tokens, by where their KV is from.", samples, ("source",))
+    text = "Generated tokens per second, over the last second."
+    yield _gauge("loom_output_tokens_per_second", text, s.output_rate)
 
 
 def _cache(s: EngineStatistics) -> Iterator[Figure]:
     c = s.scheduler.cache
     used = c.total - c.free - c.cached
     yield _gauge("loom_cache_pages", "Pages in the pool.", c.total)
+    yield _gauge("loom_cache_page_tokens", "Tokens of a page.", c.page_size)
     yield _gauge("loom_cache_pages_free", "Free pages.", c.free)
     yield _gauge("loom_cache_pages_cached", "Pages held by the prefix cache only.", c.cached)
     yield _gauge("loom_cache_pages_protected", "Cached pages that running requests use.", c.protected)
@@ -191,11 +280,31 @@ def _cache(s: EngineStatistics) -> Iterator[Figure]:
     yield _gauge("sglang:cache_config_info", shape, 1, page_size=size, num_pages=pages)
 
 
-def _latencies(s: EngineStatistics) -> Iterator[Figure]:
-    yield _histogram("loom_time_to_first_token_seconds", "Seconds from arrival to the first token.", s.ttft)
-    yield _histogram("loom_inter_token_latency_seconds", "Seconds between tokens.", s.inter_token)
-    yield _histogram("loom_e2e_request_latency_seconds", "Seconds from arrival to the end.", s.end_to_end)
-    yield _histogram("loom_queue_time_seconds", "Seconds from arrival to the first step.", s.queue)
+def _latencies(h: Histograms) -> Iterator[Figure]:
+    yield _histogram("loom_time_to_first_token_seconds", "Seconds from arrival to the first token.", h.ttft)
+    yield _histogram("loom_inter_token_latency_seconds", "Seconds between tokens.", h.inter_token)
+    yield _histogram("loom_e2e_request_latency_seconds", "Seconds from arrival to the end.", h.end_to_end)
+    yield _histogram("loom_queue_time_seconds", "Seconds from arrival to the first step.", h.queue)
+    text = "Seconds from the first step to the first token."
+    yield _histogram("loom_prefill_time_seconds", text, h.prefill)
+    yield _histogram("loom_decode_time_seconds", "Seconds from the first token to the end.", h.decode)
+    yield _histogram("loom_inference_time_seconds", "Seconds from the first step to the end.", h.inference)
+    text = "Mean seconds between the tokens of a request."
+    yield _histogram("loom_time_per_output_token_seconds", text, h.per_token)
+    text = "Seconds of a request in each stage, under SGLang's names of them."
+    stages = {"prefill_waiting": h.queue, "prefill_forward": h.prefill, "decode_forward": h.decode}
+    samples = [((stage,), _copied(each)) for stage, each in stages.items()]
+    yield Figure("histogram", "sglang:per_stage_req_latency_seconds", text, samples, ("stage",))
+
+
+def _sizes(h: Histograms) -> Iterator[Figure]:
+    yield _histogram("loom_request_prompt_tokens", "Prompt tokens of a request.", h.prompt_tokens)
+    yield _histogram("loom_request_output_tokens", "Generated tokens of a request.", h.output_tokens)
+    text = "Generated tokens of the longest choice of a request with 'n'."
+    yield _histogram("loom_request_longest_output_tokens", text, h.longest)
+    yield _histogram("loom_request_max_tokens", "Tokens that a request may generate.", h.max_tokens)
+    yield _histogram("loom_request_choices", "Choices of a request: its 'n'.", h.choices)
+    yield _histogram("loom_step_tokens", "Prompt and generated tokens of a step.", h.step_tokens)
 
 
 def _drafts(d: DraftStatistics) -> Iterator[Figure]:
@@ -204,8 +313,8 @@ def _drafts(d: DraftStatistics) -> Iterator[Figure]:
     text = "Draft tokens equal to what was sampled, also those behind a stop."
     yield _counter("loom_accepted_tokens_total", text, d.accepted)
     name, text = "loom_accepted_tokens_per_position_total", "Accepted draft tokens, by position in their row."
-    positions = [((str(position),), (count,)) for position, count in enumerate(d.per_position)]
-    yield Figure(CounterMetricFamily, name, text, positions, ("position",))
+    positions = [((str(position),), count) for position, count in enumerate(d.per_position)]
+    yield Figure("counter", name, text, positions, ("position",))
     yield _gauge("loom_accept_length", "Mean tokens of a row with drafts, since the start.", d.length)
     yield _gauge("loom_accept_ratio", "Share of the drafts accepted, since the start.", d.rate)
 
@@ -217,6 +326,8 @@ def _adapters(loaded: Loaded, number: int, s: SchedulerStatistics) -> Iterator[F
     yield _gauge("loom_adapters_host", "LoRA adapters in host memory.", a.host)
     yield _gauge("loom_adapters_placed", "LoRA adapters on the device.", a.taken)
     yield _gauge("loom_adapter_places", "LoRA adapters that fit on the device.", a.places)
+    used = a.taken / a.places if a.places else 0.0
+    yield _gauge("loom_adapter_places_usage_ratio", "Share of the places for adapters that are taken.", used)
     # After vLLM: the value is the time, so that of several label sets the latest can be told.
     yield _gauge(
         "vllm:lora_requests_info",
@@ -229,14 +340,17 @@ def _adapters(loaded: Loaded, number: int, s: SchedulerStatistics) -> Iterator[F
 
 
 def _gauge(name: str, help: str, value: float, **labels: str) -> Figure:
-    return Figure(GaugeMetricFamily, name, help, [(tuple(labels.values()), (value,))], tuple(labels))
+    return Figure("gauge", name, help, [(tuple(labels.values()), value)], tuple(labels))
 
 
-def _counter(name: str, help: str, value: float) -> Figure:
-    return Figure(CounterMetricFamily, name, help, [((), (value,))])
+def _counter(name: str, help: str, value: float, **labels: str) -> Figure:
+    return Figure("counter", name, help, [(tuple(labels.values()), value)], tuple(labels))
 
 
 def _histogram(name: str, help: str, histogram: Histogram) -> Figure:
-    bounds = (*(f"{bound:g}" for bound in histogram.bounds), "+Inf")
-    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-    return Figure(HistogramMetricFamily, name, help, [((), (buckets, histogram.total))])
+    return Figure("histogram", name, help, [((), _copied(histogram))])
+
+
+def _copied(histogram: Histogram) -> Histogram:
+    """As it is now: the thread that writes it must not see counts and sum of two moments."""
+    return Histogram(histogram.bounds, list(histogram.counts), histogram.total)

@@ -37,6 +37,11 @@ class Waiting:
         return chain(self._returned, self._arrived)
 
     @property
+    def retracted(self) -> int:
+        """Requests that ran already."""
+        return len(self._returned)
+
+    @property
     def tokens(self) -> int:
         """Tokens to compute if nothing is cached."""
         return self._prompts + sum(request.num_tokens for request in self._returned)

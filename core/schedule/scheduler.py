@@ -48,7 +48,8 @@ class Confirmed(NamedTuple):
     each of its tokens.
 
     `ends` maps an index in both to the finish that the token caused, which is the last of its request,
-    `logprobs` to the log-probabilities that its request asked for. The tokens belong to `rows` requests.
+    `logprobs` to the log-probabilities that its request asked for. The tokens belong to `rows` requests;
+    the step also computed `prompt_tokens`.
     `finished` are requests that ended without a token in this step.
     """
 
@@ -58,6 +59,7 @@ class Confirmed(NamedTuple):
     logprobs: dict[int, RowLogprobs]
     finished: list[Request]
     rows: int = 0
+    prompt_tokens: int = 0
 
 
 class Scheduler:
@@ -267,7 +269,7 @@ class Scheduler:
         rows = len(requests) if not flight.grant.drafts else len(set(requests))
         self.counters.output_tokens += len(tokens)
         self._end_drains()
-        return Confirmed(requests, tokens, ends, arrived.logprobs, finished, rows)
+        return Confirmed(requests, tokens, ends, arrived.logprobs, finished, rows, flight.prompts)
 
     def _end_rows(self, arrived: Arrived, tokens: list[int]) -> tuple[dict[int, Finish], set[int]]:
         """Requests that end, by the index of the token that ends them, and the indices of the tokens behind
@@ -385,6 +387,7 @@ class Scheduler:
         return SchedulerStatistics(
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
+            retracted=self._waiting.retracted,
             running=self.running,
             in_flight=self.in_flight,
             steps=self.counters.steps,

@@ -251,7 +251,7 @@ async def test_statistics_count_what_happened(bench: Bench) -> None:
     (stats,) = bench.submitter.statistics()
     assert stats.scheduler.output_tokens == 6
     assert stats.scheduler.finished == {"length": 1}
-    assert sum(stats.ttft.counts) == sum(stats.end_to_end.counts) == 1
+    assert sum(stats.histograms.ttft.counts) == sum(stats.histograms.end_to_end.counts) == 1
     assert bench.submitter.flush()
     assert bench.engine.statistics().scheduler.cache.cached == 0
 
@@ -265,5 +265,5 @@ async def test_rows_of_several_tokens_are_counted_as_rows(tokenizer: Tokenizer) 
     told = bench.submitter.timeline("a")
     assert told is not None and isinstance(told["steps"], int)
     assert told["mean_rows"] == 1.0 and 15 <= told["steps"] < 50
-    assert sum(bench.engine.statistics().inter_token.counts) < told["steps"]
+    assert sum(bench.engine.statistics().histograms.inter_token.counts) < told["steps"]
     bench.engine.close()

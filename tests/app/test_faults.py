@@ -149,7 +149,7 @@ async def test_time_without_work_is_no_latency_between_tokens(tokenizer: Tokeniz
         run = await bench.start(f"j{i}", 5)
         await run.wait()
         await settle()
-    assert bench.engine.statistics().inter_token.total == 0.0
+    assert bench.engine.statistics().histograms.inter_token.total == 0.0
 
 
 async def test_a_paused_engine_looks_at_its_clock_while_requests_wait(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from app.http.keys import SERVICE
 from tests.rigs.metrics import samples
@@ -21,6 +22,11 @@ TYPES = {
         vllm:cache_config_info
         sglang:num_running_reqs sglang:num_queue_reqs sglang:token_usage sglang:num_used_tokens
         sglang:max_total_num_tokens sglang:cache_hit_rate sglang:cache_config_info
+        loom_startup_seconds loom_requests_retracted loom_output_tokens_per_second
+        loom_device_busy_ratio loom_cache_page_tokens
+        vllm:num_requests_waiting_by_reason vllm:engine_sleep_state
+        sglang:startup_time_seconds sglang:num_retracted_reqs sglang:gen_throughput sglang:utilization
+        sglang:page_size sglang:num_pages
     """,
     "counter": """
         loom_device_seconds_total loom_steps_total loom_retractions_total
@@ -32,6 +38,8 @@ TYPES = {
         vllm:prefix_cache_hits_total
         sglang:num_retracted_reqs_total sglang:num_requests_total sglang:num_aborted_requests_total
         sglang:prompt_tokens_total sglang:generation_tokens_total sglang:cached_tokens_total
+        loom_http_requests_total http_requests_total
+        vllm:prompt_tokens_by_source_total sglang:num_retracted_requests_total
     """,
     "histogram": """
         loom_time_to_first_token_seconds loom_inter_token_latency_seconds
@@ -40,6 +48,15 @@ TYPES = {
         vllm:e2e_request_latency_seconds vllm:request_queue_time_seconds
         sglang:time_to_first_token_seconds sglang:inter_token_latency_seconds
         sglang:e2e_request_latency_seconds sglang:queue_time_seconds
+        loom_prefill_time_seconds loom_decode_time_seconds loom_inference_time_seconds
+        loom_time_per_output_token_seconds loom_request_prompt_tokens loom_request_output_tokens
+        loom_request_longest_output_tokens loom_request_max_tokens loom_request_choices loom_step_tokens
+        vllm:request_prefill_time_seconds vllm:request_decode_time_seconds
+        vllm:request_inference_time_seconds vllm:request_time_per_output_token_seconds
+        vllm:request_prompt_tokens vllm:request_generation_tokens
+        vllm:request_max_num_generation_tokens vllm:request_params_max_tokens vllm:request_params_n
+        vllm:iteration_tokens_total
+        sglang:time_per_output_token_seconds sglang:per_stage_req_latency_seconds
     """,
 }
 
@@ -64,9 +81,47 @@ async def test_metrics(server: Server) -> None:
     assert value("vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
     assert value("sglang:cache_config_info", page_size="16", num_pages="100") == 1
     assert value("loom_requests_finished_total", finished_reason="stop") == 4
+    assert value("sglang:cached_tokens_total", cache_source="device") == 250
+    assert value("vllm:prompt_tokens_by_source_total", source="local_compute") == 750
+    assert value("sglang:gen_throughput") == 25.0
+    assert value("vllm:engine_sleep_state", sleep_state="awake") == 1
     name = "loom_time_to_first_token_seconds"
     assert [value(f"{name}_bucket", le=bound) for bound in ("0.1", "1", "+Inf")] == [3, 5, 6]
     assert value(f"{name}_count") == 6 and value(f"{name}_sum") == 4.5
+
+
+async def test_another_parser_reads_the_same(server: Server) -> None:
+    async with server.http.get("/metrics") as response:
+        text = await response.text()
+    read = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {(s.name, frozenset(s.labels.items())): s.value for s in read} == samples(text)
+
+
+async def test_answers_are_counted_by_route_and_not_by_path(server: Server) -> None:
+    for path in ("/debug/requests/a", "/debug/requests/b", "/.env", "/wp-login.php", "/a?b=c"):
+        async with server.http.get(path) as response:
+            assert response.status == 404
+    async with server.http.request("PROPFIND", "/pot") as response:
+        assert response.status == 404
+    async with server.http.get("/v1/completions") as response:
+        assert response.status == 405
+    async with server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}) as response:
+        assert response.status == 200
+    async with server.http.get("/metrics") as response:
+        values = samples(await response.text())
+    counts = {labels: n for (name, labels), n in values.items() if name == "loom_http_requests_total"}
+    assert {
+        tuple(dict(labels).get(key, "") for key in ("handler", "method", "status")): n
+        for labels, n in counts.items()
+    } == {
+        ("/debug/requests/{id}", "GET", "404"): 2,
+        ("none", "GET", "404"): 3,
+        ("none", "GET", "405"): 1,
+        ("none", "other", "404"): 1,
+        ("/v1/completions", "POST", "200"): 1,
+    }
+    classes = {labels: n for (name, labels), n in values.items() if name == "http_requests_total"}
+    assert classes[frozenset({("handler", "none"), ("method", "GET"), ("status", "4xx")})] == 4
 
 
 async def test_labels_are_escaped(server: Server) -> None:

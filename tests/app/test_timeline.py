@@ -6,13 +6,14 @@ import pytest
 
 from app.engine.metrics import Recorder
 from app.engine.timeline import KEPT, Timelines
+from core.schedule.scheduler import Confirmed
 from core.types import FinishReason
 from tests.rigs.scheduler import Harness
 
 
 def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
     h = Harness(step_tokens=16, rows=1)
-    recorder = Recorder(h.clock)
+    recorder = Recorder(h.clock, h.executor.capabilities)
     timelines = Timelines(h.clock)
     h.request(range(50, 58), max_tokens=2)
     request = h.request(range(40), max_tokens=3)
@@ -20,7 +21,7 @@ def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
     while request.finish is None:
         h.clock.now += 1.0
         h.turn()
-        recorder.step(2, 0.1)
+        recorder.step(Confirmed([], [], {}, {}, [], rows=2), 0.1)
         if len(request.output) == 1 and not request.retractions:
             request.first_token_at = h.clock.now
             h.scheduler.retract(request)
@@ -45,9 +46,9 @@ def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
 def test_what_ended_long_ago_is_forgotten() -> None:
     h = Harness()
     timelines = Timelines(h.clock)
-    request = h.request(range(4))
+    recorder, request = Recorder(h.clock, h.executor.capabilities), h.request(range(4))
     for number in range(KEPT + 1):
-        timelines.open(("", str(number)), Recorder(h.clock), [request], 0.0, 0.0, 0.0)
+        timelines.open(("", str(number)), recorder, [request], 0.0, 0.0, 0.0)
         timelines.close(("", str(number)))
     assert timelines.of(("", "0")) is None
     assert timelines.of(("", str(KEPT))) is not None

@@ -17,7 +17,7 @@ from core.errors import ContextExceeded, LoomError, RequestError
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.request import Pinning, Request, SamplingParams, State
 from core.request.params import check, check_starts
-from core.stats import CacheStatistics, EngineStatistics, Histogram, SchedulerStatistics
+from core.stats import CacheStatistics, EngineStatistics, Histogram, Histograms, SchedulerStatistics
 from core.types import Finish, FinishReason, Floats, Ints
 from tests.rigs.tokenizer import VOCAB, ByteTokenizer
 
@@ -322,9 +322,8 @@ class FakeEngine:
             step_seconds=0.02,
             device_seconds=1.5,
             loop_lag=0.001,
-            ttft=histogram,
-            inter_token=histogram,
-            end_to_end=histogram,
-            queue=histogram,
+            output_rate=25.0,
+            busy=0.75,
+            histograms=Histograms(**dict.fromkeys(Histograms.__struct_fields__, histogram)),
         )
         return [whole]

@@ -17,7 +17,7 @@ from app.engine.job import Job
 from app.engine.submit import Submitter
 from app.http.delivery import Collector, running
 from app.http.errors import fault
-from app.http.keys import SERVICE
+from app.http.keys import REQUEST_COUNTS, SERVICE
 from app.http.prometheus import CONTENT_TYPE, exposition
 from app.http.reply import json_response
 from app.http.tenant import tenant
@@ -105,7 +105,7 @@ async def server_info(request: web.Request) -> object:
 @ROUTES.add("GET /metrics", media=CONTENT_TYPE.partition(";")[0])
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Metrics in Prometheus' format, also during startup."""
-    text = await exposition(request.app[SERVICE], VERSION)
+    text = await exposition(request.app[SERVICE], request.app[REQUEST_COUNTS], VERSION)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
