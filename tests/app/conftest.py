@@ -6,11 +6,13 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import openai
 import pytest
 
 from app.http import middleware
 from app.text.tokenizer import Tokenizer
+from core.adapters import AdapterLimits
 from tests.rigs.server import Server, Start, starting
 from tests.rigs.step_loop import VOCAB, Bench
 
@@ -59,4 +61,20 @@ async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIt
     yield bench
     bench.scheduler.check_integrity()
     assert bench.submitter.idle
+    bench.engine.close()
+
+
+@pytest.fixture
+async def featured(server: Server, tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Server]:
+    """A server of the step loop with drafts and adapters, after some requests."""
+    limits = AdapterLimits(places=2, max_rank=8, host=3)
+    bench = Bench(tokenizer, drafts=3, adapters=limits, roots=(tmp_path,))
+    loaded = server.service.loaded
+    server.service.ready(msgspec.structs.replace(loaded, engine=bench.submitter, adapters=bench.adapters))
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 40, "n": 2, "ignore_eos": True}
+    for stream in (False, True):
+        async with server.http.post("/v1/completions", json={**body, "stream": stream}) as response:
+            assert response.status == 200
+            await response.read()
+    yield server
     bench.engine.close()

@@ -59,6 +59,32 @@ TYPES = {
         sglang:time_per_output_token_seconds sglang:per_stage_req_latency_seconds
     """,
 }
+"""Of every server."""
+
+FEATURES = {
+    "gauge": """
+        loom_accept_length loom_accept_ratio sglang:spec_accept_length sglang:spec_accept_rate
+        loom_adapters_loaded loom_adapters_host loom_adapters_placed loom_adapter_places
+        loom_adapter_places_usage_ratio vllm:lora_requests_info
+        sglang:lora_pool_slots_used sglang:lora_pool_slots_total sglang:lora_pool_utilization
+    """,
+    "counter": """
+        loom_drafts_total loom_draft_tokens_total loom_accepted_tokens_total
+        loom_accepted_tokens_per_position_total
+        vllm:spec_decode_num_drafts_total vllm:spec_decode_num_draft_tokens_total
+        vllm:spec_decode_num_accepted_tokens_total vllm:spec_decode_num_accepted_tokens_per_pos_total
+    """,
+}
+"""With speculative decoding and adapters besides."""
+
+
+def types(*tables: dict[str, str]) -> dict[str, str]:
+    """Type by name."""
+    return {name: kind for table in tables for kind, names in table.items() for name in names.split()}
+
+
+def typed(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
 
 
 async def test_metrics(server: Server) -> None:
@@ -67,9 +93,8 @@ async def test_metrics(server: Server) -> None:
         assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         text = await response.text()
     assert text.endswith("\n")
-    typed = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
-    assert typed == {name: kind for kind, names in TYPES.items() for name in names.split()}
-    assert set(re.findall(r"^# HELP (\S+) .+\.$", text, re.M)) == set(typed)
+    assert typed(text) == types(TYPES)
+    assert set(re.findall(r"^# HELP (\S+) .+\.$", text, re.M)) == set(typed(text))
     values = samples(text)
     model = {"model_name": "org/tiny", "engine": "0"}
 
@@ -90,8 +115,13 @@ async def test_metrics(server: Server) -> None:
     assert value(f"{name}_count") == 6 and value(f"{name}_sum") == 4.5
 
 
-async def test_another_parser_reads_the_same(server: Server) -> None:
-    async with server.http.get("/metrics") as response:
+async def test_features_add_names_and_change_none(featured: Server) -> None:
+    async with featured.http.get("/metrics") as response:
+        assert typed(await response.text()) == types(TYPES, FEATURES)
+
+
+async def test_another_parser_reads_the_same(featured: Server) -> None:
+    async with featured.http.get("/metrics") as response:
         text = await response.text()
     read = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {(s.name, frozenset(s.labels.items())): s.value for s in read} == samples(text)
