@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from tests.rigs.metrics import samples
 from tests.rigs.server import Server
+from tests.rigs.tree import ROOT
 
 VLLM = """
     e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
@@ -83,3 +87,51 @@ def test_other_engines_dashboards_have_every_series(series: Series, names: set[s
     assert [
         name for name in sorted(names) if name.endswith(("_bucket", "_count")) and not observed[name]
     ] == []
+
+
+# -- our own -----------------------------------------------------------------------------------------
+
+LOOM = json.loads((ROOT / "configs/grafana/loom.json").read_text())
+PANELS = [panel for panel in LOOM["panels"] if panel["type"] != "row"]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=[panel["title"] for panel in PANELS])
+def test_a_panel_of_our_dashboard_has_series_with_its_labels(series: Series, panel: dict) -> None:
+    assert panel["targets"]
+    for target in panel["targets"]:
+        query, legend = target["expr"], target["legendFormat"]
+        names = set(re.findall(r"\b(?:loom|vllm|sglang)[:_]\w+", query))
+        assert names
+        labels = set(re.findall(r"[{,](\w+)[!=]~?", query)) | set(re.findall(r"{{(\w+)}}", legend))
+        for group in re.findall(r"\bby \(([^)]*)\)", query):
+            labels |= set(group.replace(" ", "").split(","))
+        shared = labels & {"model_name", "engine", "handler"}
+        for name in names:
+            found = [{key for key, _ in own} for each, own in series if each == name]
+            assert found, name
+            assert all(own >= shared for own in found), name
+        everything = {key for name, own in series if name in names for key, _ in own}
+        assert labels <= everything, query
+
+
+TOPICS = """
+    time_to_first_token_seconds inter_token_latency_seconds queue_time_seconds output_tokens_total
+    requests_running requests_waiting step_tokens cache_hit_tokens_total cache_usage_ratio retractions_total
+    accepted_tokens_total adapters_placed http_requests_total
+"""
+
+
+@pytest.mark.parametrize("topic", TOPICS.split())
+def test_our_dashboard_shows(topic: str) -> None:
+    assert any(f"loom_{topic}" in target["expr"] for panel in PANELS for target in panel["targets"])
+
+
+def test_panels_of_our_dashboard_do_not_overlap() -> None:
+    ids = [panel["id"] for panel in LOOM["panels"]]
+    assert len(ids) == len(set(ids))
+    cells: list[tuple[int, int]] = []
+    for panel in LOOM["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells += [(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])]
+    assert len(cells) == len(set(cells))
