@@ -1,16 +1,21 @@
-"""Logging to stderr: one line per record, whatever clients send, and without blocking the event loop."""
+"""Logging to stderr, in text or JSON: one line per record, whatever clients send, and without blocking the
+event loop."""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 
 from tqdm import tqdm
+
+from core.config import LogFormat
 
 log = logging.getLogger(__name__)
 
@@ -21,20 +26,47 @@ KB and then blocks its writer, which must not be the event loop."""
 BARE = {"bare": True}
 """`extra` of a record whose line has no time, level and name in front: something to be read or copied."""
 
+FIELDS = "fields"
+"""Key in `extra` of what a line says, as a dict by name: a line in JSON has them as members of their own."""
+
 PATIENCE = 1.0
 """Seconds that the exit waits for lines to be written."""
 
 
-class OneLine(logging.Formatter):
+class _Dated(logging.Formatter):
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """ISO 8601 in UTC, with milliseconds: lines of several hosts sort."""
+        at = datetime.fromtimestamp(record.created, UTC)
+        return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class TextLine(_Dated):
     """Escapes control characters of the message; tracebacks keep their lines."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The head line of a record."""
         text = record.message if getattr(record, "bare", False) else super().formatMessage(record)
         return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+
+
+class JsonLine(_Dated):
+    """A JSON object a record, with its traceback. It is ASCII: nothing that a client sends ends the line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
 class StderrWriter(QueueListener):
@@ -45,27 +77,36 @@ class StderrWriter(QueueListener):
     """Lines that did not fit the queue, counted by the handler."""
     _reported = 0
 
+    def __init__(self, lines: SimpleQueue[logging.LogRecord | None], formatter: logging.Formatter) -> None:
+        super().__init__(lines)
+        self._formatter = formatter
+
     def handle(self, record: logging.LogRecord) -> None:
         """Write one formatted record, after a note of lines dropped since the last one."""
         if lost := self.dropped - self._reported:
             self._reported += lost
-            sys.stderr.write(f"{lost} lines were dropped: stderr was not read\n")
+            note = {"msg": f"{lost} lines were dropped: stderr was not read", "levelno": logging.WARNING}
+            note |= {"name": log.name, "levelname": "WARNING"}
+            self._write(self._formatter.format(logging.makeLogRecord(note)))
+        self._write(record.msg)
+
+    def _write(self, line: str) -> None:
         if sys.stderr.isatty():
-            tqdm.write(record.msg, file=sys.stderr)  # above the bar that may be shown there
+            tqdm.write(line, file=sys.stderr)  # above the bar that may be shown there
         else:
-            sys.stderr.write(f"{record.msg}\n")
+            sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
 
 class AsyncStderr(QueueHandler):
     """Queues lines for a thread that writes them to stderr. `emit` may be called by any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, formatter: logging.Formatter) -> None:
         # Not `Queue`: a line logged by garbage collection within `put` would take its lock twice.
         self._lines: SimpleQueue[logging.LogRecord | None] = SimpleQueue()
         super().__init__(self._lines)
-        self.setFormatter(OneLine())
-        self._writer = StderrWriter(self._lines)
+        self.setFormatter(formatter)
+        self._writer = StderrWriter(self._lines, formatter)
         self._writer.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -83,9 +124,10 @@ class AsyncStderr(QueueHandler):
             time.sleep(0.01)
 
 
-def set_up(level: str) -> None:
+def set_up(level: str, form: LogFormat = "text") -> None:
     """Send everything to stderr."""
-    logging.basicConfig(level=level.upper(), handlers=[AsyncStderr()], force=True)
+    handler = AsyncStderr(TextLine() if form == "text" else JsonLine())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("asyncio", "urllib3", "filelock", "matplotlib"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 

@@ -30,7 +30,7 @@ def run(config: Config) -> NoReturn:
     Service managers and torchrun signal all nodes at once, and node 0 then drains. So the first signal leaves
     this one running for node 0, and the second ends it.
     """
-    logs.set_up(config.serve.log_level)
+    logs.set_up(config.serve.log_level, config.serve.log_format)
     sys.setswitchinterval(SWITCH_SECONDS)
     ended: SimpleQueue[Future[None] | None] = SimpleQueue()
     node = _Node(config, ended)

@@ -59,7 +59,7 @@ T = TypeVar("T")
 def run(config: Config) -> NoReturn:
     """Serve until a signal or a failure, then end the process: with 0, `FAILED` or `HUNG`. Raises
     `ConfigError`."""
-    logs.set_up(config.serve.log_level)
+    logs.set_up(config.serve.log_level, config.serve.log_format)
     log_requests(config.serve.access_log)
     raise_file_limit()
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -12,6 +12,7 @@ from core.types import LogprobsMode
 SchedulePolicy = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 Eviction = Literal["lru", "lfu", "fifo", "priority"]
 Algorithm = Literal["auto", "none", "ngram", "eagle", "eagle3", "dflash", "draft-model"]
+LogFormat = Literal["text", "json"]
 LoadBalance = Literal["cached-prefix", "shortest-queue", "round-robin", "fewest-tokens"]
 
 
@@ -382,8 +383,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0),
     ] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
+    log_format: Annotated[LogFormat, "log lines as text, or a JSON object each"] = "text"
     access_log: Annotated[
-        bool, "log a line of level info for each request: path, status and time, never its text"
+        bool,
+        "log a line of level info for each request: path, status and time, never its text",
     ] = False
 
 

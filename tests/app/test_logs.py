@@ -1,11 +1,15 @@
-"""The log: one line a record, and a reader that sleeps holds nobody up."""
+"""The log: one line a record, in text or JSON, and a reader that sleeps holds nobody up."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
 
 from tests.rigs.tree import ROOT
 from tests.rigs.wait import PATIENCE
@@ -41,7 +45,7 @@ COUNTED = """
 import logging, sys
 from app import logs
 logs.KEPT = 100
-logs.set_up("info")
+logs.set_up("info", sys.argv[1])
 log = logging.getLogger("flood")
 for i in range(5000):
     log.info("line %d %s", i, "x" * 60)
@@ -51,9 +55,10 @@ log.info("line last")
 """
 
 
-def test_lines_that_nobody_reads_are_dropped_and_counted() -> None:
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_lines_that_nobody_reads_are_dropped_and_counted(form: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", COUNTED],
+        [sys.executable, "-c", COUNTED, form],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -65,7 +70,10 @@ def test_lines_that_nobody_reads_are_dropped_and_counted() -> None:
         child.stdin.close()
         text = child.stderr.read()
     dropped = [int(count) for count in re.findall(r"(\d+) lines were dropped", text)]
-    assert dropped and text.count(" flood: line ") + sum(dropped) == 5001
+    written = [line for line in text.splitlines() if "flood" in line and "dropped" not in line]
+    assert dropped and len(written) + sum(dropped) == 5001
+    if form == "json":
+        assert {type(json.loads(line)) for line in text.splitlines()} == {dict}
 
 
 def test_every_line_before_the_exit_is_written() -> None:
@@ -77,15 +85,48 @@ def test_every_line_before_the_exit_is_written() -> None:
 
 
 def test_a_message_cannot_start_a_line_of_its_own() -> None:
-    lines = [
-        "import logging",
-        "from app.logs import set_up",
-        "set_up('info')",
-        r"logging.getLogger('t').info('a\nb\x1b[1m')",
-    ]
-    script = "\n".join(lines)
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True
+    (line,) = logged("text", r"log.info('a\nb\x1b[1m\u2028\x85c')")
+    assert "a\\nb\\x1b[1m\\u2028\\x85c" in line and line.isprintable()
+
+
+def test_a_line_begins_with_its_date() -> None:
+    (line,) = logged("text", "log.warning('here')")
+    stamp, _, rest = line.partition(" ")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", stamp) and rest == "W t: here"
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(stamp)) < timedelta(minutes=5)
+
+
+def test_json_has_a_line_a_record_whatever_is_in_it() -> None:
+    message = 'a\nb\x1b[1m\u2028\x85c"}{'
+    failing = "try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.exception('caught')"
+    plain = f"log.info({message!r}, extra={{'fields': {{'status': 404}}}})"
+    first, second, third = map(json.loads, logged("json", plain, failing, "log.info('%s', 5)"))
+    assert first["message"] == message and first["status"] == 404
+    assert (first["level"], first["logger"]) == ("info", "t")
+    assert datetime.fromisoformat(first["time"]).tzinfo is UTC
+    assert "ZeroDivisionError" in second["exception"] and second["level"] == "error"
+    assert third["message"] == "5" and "exception" not in third
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_lines_are_ascii_and_one_a_record(form: str) -> None:
+    for line in logged(form, "for i in range(0x3000): log.info('<%s>', chr(i))"):
+        assert line.isascii() or form == "text"
+        assert line.isprintable()
+
+
+def logged(form: str, *statements: str) -> list[str]:
+    """Lines that a process writes with `log`."""
+    script = "\n".join(
+        [
+            "import logging, sys",
+            "from app.logs import set_up",
+            "set_up('info', sys.argv[1])",
+            "log = logging.getLogger('t')",
+            *statements,
+        ]
     )
-    assert done.stderr.count("\n") == 1
-    assert "a\\nb\\x1b[1m" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", script, form], cwd=ROOT, capture_output=True, timeout=PATIENCE, check=True
+    )
+    return done.stderr.decode().removesuffix("\n").split("\n")
