@@ -386,7 +386,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     log_format: Annotated[LogFormat, "log lines as text, or a JSON object each"] = "text"
     access_log: Annotated[
         bool,
-        "log a line of level info for each request: path, status and time, never its text",
+        "log a line of level info for each request: client, path, status, tokens and times, never its text",
     ] = False
 
 

@@ -143,6 +143,17 @@ class Run(Protocol):
         ...
 
     @property
+    def output_tokens(self) -> int:
+        """That the engine made for all choices so far: where it ran ahead of an end, a few more than the
+        client gets."""
+        ...
+
+    @property
+    def first_token_at(self) -> float:
+        """When the first choice had its first token, on the engine's clock; 0 before."""
+        ...
+
+    @property
     def reasoning_tokens(self) -> int:
         """Reasoning tokens in all choices so far; 0 where they are not parsed."""
         ...

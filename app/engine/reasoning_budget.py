@@ -128,6 +128,17 @@ class WatchedRun:
         return self._first.cached
 
     @property
+    def output_tokens(self) -> int:
+        """See `app.engine.job.Run.output_tokens`. Of both requests, where reasoning was cut."""
+        seconds = (choice.second.output_tokens for choice in self._choices if choice.second is not None)
+        return self._first.output_tokens + sum(seconds)
+
+    @property
+    def first_token_at(self) -> float:
+        """See `app.engine.job.Run.first_token_at`."""
+        return self._first.first_token_at
+
+    @property
     def reasoning_tokens(self) -> int:
         """See `app.engine.job.Run.reasoning_tokens`."""
         return sum(choice.reasoning for choice in self._choices)

@@ -39,6 +39,16 @@ class LiveRun:
         return self.requests[0].cached
 
     @property
+    def output_tokens(self) -> int:
+        """See `app.engine.job.Run.output_tokens`."""
+        return sum(len(request.output) for request in self.requests)
+
+    @property
+    def first_token_at(self) -> float:
+        """See `app.engine.job.Run.first_token_at`."""
+        return min((r.first_token_at for r in self.requests if r.first_token_at), default=0.0)
+
+    @property
     def reasoning_tokens(self) -> int:
         """See `app.engine.job.Run.reasoning_tokens`."""
         return 0

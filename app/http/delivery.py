@@ -14,6 +14,7 @@ import msgspec
 
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Generator, Job, Piece, Run, Sink
+from app.http.access import used
 from app.http.aside import MANY, aside
 from app.http.burst import Write
 from app.http.sse import EventStream
@@ -311,6 +312,7 @@ async def running(engine: Generator, jobs: Sequence[Job], sink: Sink) -> AsyncIt
     finally:
         for run in runs:
             run.abort()
+            used(run)
 
 
 def _shifted(sink: Sink, base: int) -> Sink:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import time
 
+import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler, Middleware
 
+from app.http.access import Usage, entry, measured
 from app.http.errors import AnthropicError, CohereError, Error, ErrorShape, HttpError, OllamaError, fault
 from app.http.keys import REQUEST_COUNTS, REQUEST_ID, WARNINGS
 from app.http.reply import error_response
 from app.http.tenant import Keys, as_tenant
+from app.logs import FIELDS
 from app.warning import HEADER, header_value, warnings
+from core.clock import monotonic
 from core.errors import LoomError
 
 log = logging.getLogger(__name__)
@@ -81,11 +84,11 @@ def make_middleware(keys: Keys) -> Middleware:
 
     @web.middleware
     async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
-        started = time.perf_counter()
+        started, usage = monotonic(), Usage()
         request[REQUEST_ID] = _request_id(request)
         status = CLIENT_GONE
         try:
-            with warnings() as request[WARNINGS]:
+            with warnings() as request[WARNINGS], measured(usage):
                 response = await _answer(request, handler, keys)
             status = response.status
             return response
@@ -93,16 +96,8 @@ def make_middleware(keys: Keys) -> Middleware:
             _count(request, status)
             level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
             if log.isEnabledFor(level):
-                took = (time.perf_counter() - started) * 1000
-                log.log(
-                    level,
-                    "%s %s %d %.1f ms %s",
-                    request.method,
-                    escape(request.path),
-                    status,
-                    took,
-                    request[REQUEST_ID],
-                )
+                line = entry(request, status, usage, started, monotonic())
+                log.log(level, "%s", line, extra={FIELDS: msgspec.to_builtins(line)})
 
     return edge
 
@@ -205,8 +200,3 @@ def _request_id(request: web.Request) -> str:
         if _ID.fullmatch(sent := request.headers.get(name, "")):
             return sent
     return f"req_{secrets.token_hex(12)}"
-
-
-def escape(text: str) -> str:
-    """`text` as one line of printable ASCII, at most 200 characters, so that log lines cannot be forged."""
-    return text[:200].encode("unicode_escape").decode("ascii")

@@ -89,6 +89,14 @@ class FakeRun:
         return self.requests[0].cached
 
     @property
+    def output_tokens(self) -> int:
+        return sum(len(tokens) for tokens in self.made)
+
+    @property
+    def first_token_at(self) -> float:
+        return self.requests[0].first_token_at
+
+    @property
     def reasoning_tokens(self) -> int:
         return 0
 
