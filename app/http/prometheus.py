@@ -2,8 +2,7 @@
 
 Every metric has a `loom_` name; those that dashboards and autoscalers of vLLM and SGLang need appear under
 their names too. Names are fixed by a test. Computed only when scraped, from frozen snapshots: some load
-generators scrape every 333 ms. For the same reason the text is written here: `prometheus_client` makes an
-object per sample, and takes five times as long.
+generators scrape every 333 ms.
 """
 
 from __future__ import annotations
@@ -11,16 +10,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from app.http.keys import RequestCounts
 from app.service import Loaded, Phase, Service
 from core.stats import DraftStatistics, EngineStatistics, Histogram, Histograms, SchedulerStatistics
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Not OpenMetrics: its scrapers rename metrics with a colon, which breaks dashboards."""
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+"""Not OpenMetrics: it renames metrics with a colon, which breaks dashboards."""
+
+Kind = Literal["gauge", "counter", "histogram"]
+
+_FAMILIES: Mapping[Kind, Callable[..., Any]] = MappingProxyType(
+    {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+)
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "loom_startup_seconds": ("sglang:startup_time_seconds",),
@@ -88,7 +102,7 @@ class Figure(NamedTuple):
     """One figure. `labels` names those that it has besides the replica's; a sample is their values and its
     own."""
 
-    kind: Literal["gauge", "counter", "histogram"]
+    kind: Kind
     name: str
     help: str
     samples: Sequence[tuple[tuple[str, ...], float | Histogram]]
@@ -100,9 +114,10 @@ Labelled = tuple[Mapping[str, str], Figure]
 
 
 class Scrape:
-    """What one scrape shows. Before the model is loaded that is the metrics of the process only.
+    """`prometheus_client`'s collector for one scrape. Before the model is loaded it has the metrics of the
+    process only.
 
-    Made on the event loop, where the statistics are read; `text` may run in any thread.
+    Made on the event loop, where the statistics are read; `collect` may run in any thread.
     """
 
     def __init__(self, service: Service, requests: RequestCounts, version: str) -> None:
@@ -113,48 +128,34 @@ class Scrape:
             figures = [_replica(service, number, each) for number, each in replicas]
             self._figures += zip(*figures, strict=True)
 
-    def text(self) -> str:
+    def collect(self) -> Iterator[Metric]:
         """All metrics, each with the samples of every replica."""
-        return "".join(part for replicas in self._figures for part in _metric(replicas))
+        for replicas in self._figures:
+            yield from metrics(replicas)
 
 
 async def exposition(service: Service, requests: RequestCounts, version: str) -> bytes:
-    """All of `/metrics`. Written in a thread: it takes longer than the loop may be held."""
-    text = await asyncio.to_thread(Scrape(service, requests, version).text)
-    return text.encode()
+    """All of `/metrics`. Formatted in a thread: it takes longer than the loop may be held."""
+    return await asyncio.to_thread(generate_latest, Scrape(service, requests, version))
 
 
-def _metric(replicas: Sequence[Labelled]) -> Iterator[str]:
-    """The lines of one figure under each of its names."""
-    figure = replicas[0][1]
-    # All that follows the name is the same for each of them.
-    ends = [end for shared, each in replicas for end in _ends(shared, each)]
-    for name in (figure.name, *ALIASES.get(figure.name, ())):
-        yield f"# HELP {name} {figure.help}\n# TYPE {name} {figure.kind}\n"
-        for end in ends:
-            yield name + end
+def metrics(replicas: Sequence[Labelled]) -> Iterator[Metric]:
+    """The family of each name of one figure, with the samples of every replica."""
+    shared, first = replicas[0]
+    for name in (first.name, *ALIASES.get(first.name, ())):
+        family = _FAMILIES[first.kind](name, first.help, labels=[*shared, *first.labels])
+        for labels, figure in replicas:
+            for own, sample in figure.samples:
+                family.add_metric([*labels.values(), *own], *_values(sample))
+        yield family
 
 
-def _ends(shared: Mapping[str, str], figure: Figure) -> Iterator[str]:
-    """The lines of a figure's samples without its name."""
-    for values, sample in figure.samples:
-        own = zip(figure.labels, values, strict=True)
-        labels = ",".join(f'{name}="{_escape(value)}"' for name, value in (*shared.items(), *own))
-        braced = f"{{{labels}}}" if labels else ""
-        if isinstance(sample, Histogram):
-            comma = "," if labels else ""
-            bounds = (*(f"{bound:g}" for bound in sample.bounds), "+Inf")
-            for bound, count in zip(bounds, accumulate(sample.counts), strict=True):
-                yield f'_bucket{{{labels}{comma}le="{bound}"}} {count}\n'
-            yield f"_count{braced} {sum(sample.counts)}\n"
-            yield f"_sum{braced} {sample.total}\n"
-        else:
-            yield f"{braced} {float(sample)}\n"
-
-
-def _escape(value: str) -> str:
-    """A label's value, which may come from the operator: a quote or a line break in it would end it."""
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+def _values(sample: float | Histogram) -> tuple[Any, ...]:
+    """What `add_metric` takes for a sample."""
+    if not isinstance(sample, Histogram):
+        return (sample,)
+    bounds = (*(f"{bound:g}" for bound in sample.bounds), "+Inf")
+    return list(zip(bounds, accumulate(sample.counts), strict=True)), sample.total
 
 
 # -- the figures -----------------------------------------------------------------------------------
