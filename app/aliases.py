@@ -130,7 +130,7 @@ IGNORED: Mapping[str, str] = {
     "--enable-lora-overlap-loading": "adapters are always copied to the device while steps run",
     "--experts-shared-outer-loras": "the layout of experts is read from each adapter",
     "--lora-use-virtual-experts": "it affects speed only",
-    "--fully-sharded-loras": "a model is on one device",
+    "--fully-sharded-loras": "ranks hold what adapters change of their own shards",
     "--specialize-active-lora": "it affects speed only",
     "--skip-server-warmup": "the server reports ready only after warm-up",
     "--disable-log-requests": "prompts and outputs are never logged",
