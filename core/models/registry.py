@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -91,12 +93,18 @@ def served() -> list[Served]:
 def family_of(architecture: str) -> Family:
     """The entry for a checkpoint's class name; an unknown one raises `ModelError` with the nearest."""
     if architecture not in FAMILIES:
-        nearest = difflib.get_close_matches(architecture, FAMILIES, n=1, cutoff=0.0)[0]
+        nearest = max(sorted(FAMILIES), key=partial(_likeness, architecture))
         raise ModelError(
             f"Architecture {architecture} is not supported; the nearest that is: {nearest}. "
             "'python -m app models' lists all."
         )
     return FAMILIES[architecture]
+
+
+def _likeness(one: str, other: str) -> tuple[int, float]:
+    """With how many equal characters two names begin, since the family comes first; then their similarity."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return same, difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def check_supported(config: Config, embeds: bool = False) -> None:

@@ -167,5 +167,5 @@ def test_an_encoder_reads_what_one_step_takes(opened: Any) -> None:
 
 def test_an_unknown_architecture_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["T5EncoderModel"]}')
-    with pytest.raises(ConfigError, match=r"T5EncoderModel is not supported. Supported: .*BertModel.*"):
+    with pytest.raises(ConfigError, match=r"T5EncoderModel is not supported; the nearest that is: "):
         LLM(str(tmp_path), device="cpu", load_format="dummy")
