@@ -6,6 +6,7 @@ Importing this must stay quick: `--help` and a mistyped flag should not wait for
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = _run(words)
     except KeyboardInterrupt:  # before the server handles signals itself
         code = INTERRUPTED
+    except BrokenPipeError:  # of `loom models | head`, say, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the exit
+        code = 0
     except ConfigError as error:
         print(f"loom: error: {error}", file=sys.stderr)
         code = BAD_USAGE

@@ -93,3 +93,12 @@ def test_models_lists_what_is_served() -> None:
     assert table["BertModel"] == ("embed", "safetensors")
     assert table["Qwen2ForSequenceClassification"] == ("classify", "safetensors, fp8")
     assert run("models", "--port", "1").returncode == 2
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    command = [sys.executable, "-m", "app", "check-config"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(PATIENCE) == 0
