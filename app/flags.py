@@ -155,7 +155,7 @@ class Parser(argparse.ArgumentParser):
         return Given(values, {name: label or done.renamed.get(flag(name), flag(name)) for name in values})
 
     def filled(self, given: Given, kind: type[T]) -> T:
-        """A group with the values that were given. Exits for a wrong or a missing one."""
+        """A settings group with the given values. Exits if a value is wrong or a required one is missing."""
         known = fields(kind)
         for field in known:
             if field.required and field.encode_name not in given.values:

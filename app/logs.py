@@ -27,7 +27,7 @@ BARE = {"bare": True}
 """`extra` of a record whose line has no time, level and name in front: something to be read or copied."""
 
 FIELDS = "fields"
-"""Key in `extra` of what a line says, as a dict by name: a line in JSON has them as members of their own."""
+"""Key in `extra` of a dict of the values in a line, by name. The JSON format adds each as a member."""
 
 PATIENCE = 1.0
 """Seconds that the exit waits for lines to be written."""

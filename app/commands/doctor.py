@@ -1,4 +1,4 @@
-"""`python -m app doctor`: looks at all that a start with the same flags needs, and says what to change."""
+"""`python -m app doctor`: checks all that a server with the same flags needs, and prints what to fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m app pull`: fetches what a start with the same flags would fetch."""
+"""`python -m app pull`: downloads the model, draft model and adapters that the same flags would serve."""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ def held(text: str, start: int, markers: tuple[str, ...]) -> int:
 
 @lru_cache
 def beginnings(marks: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
-    """Finds the longest beginning of one of them at a text's end, and how long it may be."""
+    """A pattern that matches the longest prefix of a mark at the end of a text, and the length of the longest
+    such prefix."""
     found = {re.escape(mark[:end]) for mark in marks for end in range(1, len(mark))}
     longest = max(map(len, marks), default=1) - 1
     return re.compile(f"(?:{'|'.join(sorted(found))})\\Z" if found else "(?!)"), longest

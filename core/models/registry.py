@@ -91,7 +91,8 @@ def served() -> list[Served]:
 
 
 def family_of(architecture: str) -> Family:
-    """The entry for a checkpoint's class name; an unknown one raises `ModelError` with the nearest."""
+    """The family of a checkpoint's class name. Raises `ModelError` that names the most similar one that is
+    supported."""
     if architecture not in FAMILIES:
         nearest = max(sorted(FAMILIES), key=partial(_likeness, architecture))
         raise ModelError(

@@ -231,7 +231,7 @@ class Scheduler:
                 self.counters.cached_tokens += request.cached
 
     def may_plan(self, depth: int) -> bool:
-        """Whether one more step may be planned, `depth` ahead of the device; see `SHORT_STEP` for 1."""
+        """Whether another step may be planned at this overlap depth; 1 is 2 for steps below `SHORT_STEP`."""
         short = 0.0 < self._step_seconds < SHORT_STEP and self._capabilities.device != "cpu"
         return self.in_flight <= (2 if depth == 1 and short else depth)
 

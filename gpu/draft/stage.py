@@ -75,7 +75,7 @@ class DraftStage:
             launches[Propose(rows if self._sizes is None else fit(self._sizes, rows))]()
 
     def accepted(self, samples: int) -> None:
-        """What belongs to the launch of a step's sampling, behind the acceptance of `samples` samples."""
+        """Runs after `samples` samples are accepted, in the launch of the sampling."""
         self._paths(samples)
         if not self.drafter.keeps_kv:
             self.drafter.propose(self._outcome(None), min(samples, self._tables.slots - 1))

@@ -98,7 +98,7 @@ class Launchable(Protocol):
 
 class SamplingDevice(NamedTuple):
     """What the stage works on: the samples of a step, the rings, the kernels. `pdl` is programmatic dependent
-    launch. `accepted` is called behind the acceptance of so many samples, and launches in the same graph."""
+    launch. `accepted` is called with the number of samples after they are accepted, in the same graph."""
 
     rows: Rows
     rings: Rings

@@ -228,8 +228,8 @@ def _make_handles() -> None:
 
 
 def _make_masks_once() -> None:
-    """A load without a mask has one of ones, and one without other values has zeros there. And an axis more
-    takes numpy less than its own function, which takes any number of them."""
+    """Reuse the masks and the zeros that the interpreter makes for loads without `mask` or `other`. Also
+    expand dimensions by indexing, which is faster than `np.expand_dims`."""
     builder = interpreter.InterpreterBuilder
 
     @cache
