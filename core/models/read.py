@@ -115,6 +115,8 @@ def qwen2_moe(fields: Fields) -> ModelSpec:
         kinds = fields.array("layer_types") or [
             "sliding_attention" if i % 2 == 0 and i < first else "" for i in range(spec.layers)
         ]
+        if len(kinds) != spec.layers:
+            raise fields.wrong("layer_types", f"one entry per layer ({spec.layers})")
         spec = _slide(
             spec,
             fields.size("sliding_window", 4096),

@@ -124,6 +124,8 @@ def test_a_config_of_qwen15_moe() -> None:
     assert got.num_parameters() == pytest.approx(14.316e9, rel=0.001)
     slides = read_spec({**QWEN15_MOE, "use_sliding_window": True})
     assert [slides.window(i) for i in (0, 1, 20, 22)] == [32768, 0, 32768, 0]
+    with pytest.raises(ModelError, match="layer_types"):
+        read_spec({**QWEN15_MOE, "use_sliding_window": True, "layer_types": ["full_attention"]})
 
 
 def test_a_config_of_mixtral() -> None:
