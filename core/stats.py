@@ -119,15 +119,19 @@ class DraftStatistics(msgspec.Struct):
 
     def add(self, drafted: Ints, counts: Ints | None) -> None:
         """One step: `StepResult.drafted` and `StepResult.counts`."""
-        took = drafted > 0
-        self.rows += int(took.sum())
+        rows = drafted.nonzero()[0]
+        if not len(rows):
+            return
+        self.rows += len(rows)
         self.drafted += int(drafted.sum())
         if counts is None:
             return
-        accepted = (counts[took] - 1).clip(0)
-        self.accepted += int(accepted.sum())
-        for position, count in enumerate(np.bincount(accepted)[:0:-1].cumsum()[::-1].tolist()):
-            self.per_position[position] += count
+        longer = 0
+        by_length = np.bincount(counts[rows]).tolist()
+        for position in range(len(by_length) - 3, -1, -1):
+            longer += by_length[position + 2]
+            self.per_position[position] += longer
+            self.accepted += longer
 
     @property
     def length(self) -> float:

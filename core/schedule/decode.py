@@ -40,6 +40,8 @@ class DecodeRows:
         self._shared_prefix = SharedPrefix()
         self._requests: list[Request] = []
         self._slots: NDArray64 = np.zeros(0, np.int64)
+        self._able = 0
+        """Rows that may have drafts."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -78,8 +80,8 @@ class DecodeRows:
         """Drafts of the whole step. Prompts keep at least half of the tokens beside the rows."""
         if not self._budget.most:
             return NO_DRAFTS
-        rows, able = len(self._requests), int(self._table.drafting[self._slots].sum())
-        return self._budget.grant(rows, able, min((builder.room - rows) // 2, builder.samples - rows))
+        rows = len(self._requests)
+        return self._budget.grant(rows, self._able, min((builder.room - rows) // 2, builder.samples - rows))
 
     def _drop_complete(self) -> None:
         """Rows whose last token is planned, even if no draft is accepted, only wait for their results."""
@@ -153,6 +155,7 @@ class DecodeRows:
     def _set(self, requests: list[Request]) -> None:
         self._requests = requests
         self._slots = np.fromiter((r.slot for r in requests), np.int64, len(requests))
+        self._able = int(self._table.drafting[self._slots].sum())
 
     def check(self) -> None:
         """Raise unless every row is a decoding request with its slot."""

@@ -81,7 +81,7 @@ def arrive(flight: InFlightStep, result: StepResult, table: SlotTable) -> Arrive
     alive = table.epoch[flight.slots] == flight.epochs
     slots = flight.slots if (whole := alive.all()) else flight.slots[alive]
     table.in_flight[slots] -= 1
-    if not flight.grant.drafts and (result.counts is None or (result.counts == 1).all()):
+    if result.counts is None and not flight.grant.drafts:
         table.made[slots] += 1
     else:
         rows = len(flight.slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.executor import Capabilities
 from core.plan import StepResult
@@ -27,6 +28,12 @@ PROBE: Final = 16
 """Drafts of a step that tries whether they are accepted again, at least; half as many as there are rows."""
 REVIEW: Final = 8
 """Steps between two looks at what drafts bring. A look takes the loop 0.1 ms, a small model's step 0.5."""
+REST: Final = 64
+"""The same while no drafts are verified, and so little changes."""
+
+CHUNK: Final = 256
+"""Prompt tokens are rounded up to a multiple when drafts beside them are chosen: a few choices then serve for
+all steps until the next look."""
 
 
 class Grant(NamedTuple):
@@ -45,6 +52,29 @@ class Grant(NamedTuple):
 
 
 NO_DRAFTS: Final = Grant()
+
+
+class Costs(NamedTuple):
+    """`StepCosts` by their number of tokens (`verify`) and rows (`draft`), in seconds. Each step looks some
+    up, which takes an array four times as long as a list. `verified` is `verify` as an array, `sizes` those
+    that were measured, to which others are padded."""
+
+    verify: list[float]
+    draft: list[float]
+    verified: NDArray[np.float64]
+    sizes: NDArray[np.int64]
+
+
+NOT_MEASURED: Final = Costs([], [], np.zeros(0), np.zeros(0, np.int64))
+
+
+def costs_of(capabilities: Capabilities) -> Costs:
+    """Of all steps that an executor can run."""
+    if (measured := capabilities.costs) is None:
+        return NOT_MEASURED
+    verified = measured.verify.upto(capabilities.max_step_tokens)
+    draft: list[float] = measured.draft.upto(capabilities.max_rows).tolist()
+    return Costs(verified.tolist(), draft, verified, np.array(measured.verify.sizes))
 
 
 class DraftBudget:
@@ -73,7 +103,7 @@ class DraftBudget:
 
     def __init__(self, capabilities: Capabilities) -> None:
         self.most = most = capabilities.max_drafts
-        self._costs = capabilities.costs
+        self._costs = costs_of(capabilities)
         self._on = True
         self._proposed = False
         """The last step's drafter proposed."""
@@ -90,31 +120,37 @@ class DraftBudget:
         """Since the last review."""
         self._choices: dict[tuple[int, ...], tuple[int, float]] = {}
         """What `_best` has found since, by its arguments."""
-        if self._costs is not None:
-            tokens = capabilities.max_step_tokens
-            self._verify = self._costs.verify.upto(tokens)
-            self._draft = self._costs.draft.upto(capabilities.max_rows)
-            self._sizes = np.array(self._costs.verify.sizes)
+        self._trials: dict[tuple[int, int, int], tuple[Grant, float]] = {}
+        """What `_trial_of` has found since, by its arguments."""
 
     def grant(self, rows: int, able: int, room: int) -> Grant:
         """What a step of `rows` rows may verify, `able` of which may have drafts, `room` in all."""
         most = min(self.most * able, room)
         if most <= 0:
             return self.without_rows() if able else NO_DRAFTS
-        if self._costs is None:
+        if self._costs is NOT_MEASURED:
             return Grant(most if self._proposed else 0, self.most, able, proposes=True)
-        trial = Grant(min(most, max(self.most, PROBE, rows // 2)), self.most, able, proposes=True)
-        price = self._trial = self._price(trial, rows, 0)
+        trial, price = self._trial_of(rows, able, most)
+        self._trial = price
         if not self._affords(price):
             return NO_DRAFTS
         drafts, gain = self._choose(rows, able, most)
         if not self._switch(gain, price):
             return trial._replace(proposes=False) if self._proposed else trial._replace(drafts=0)
         if self._prompts:
-            drafts, beside = self._choose(rows, able, most, self._prompts, gain)
+            prompts = -(-self._prompts // CHUNK) * CHUNK
+            drafts, beside = self._choose(rows, able, most, prompts, gain)
             if beside <= 1.0:
                 return NO_DRAFTS
         return Grant(drafts if self._proposed else 0, self.most, able, proposes=self._account >= price)
+
+    def _trial_of(self, rows: int, able: int, most: int) -> tuple[Grant, float]:
+        """What a step that tries drafts may verify, and its price as of the last review."""
+        key = (rows, able, most)
+        if (found := self._trials.get(key)) is None:
+            trial = Grant(min(most, max(self.most, PROBE, rows // 2)), self.most, able, proposes=True)
+            found = self._trials[key] = trial, self._price(trial, rows, 0)
+        return found
 
     def _affords(self, price: float) -> bool:
         """Whether a step may have drafts: those that were proposed are paid for."""
@@ -146,17 +182,19 @@ class DraftBudget:
         """How many drafts, at most `most`, make the most tokens a second, and how many times those of a plain
         step. Beside `prompts` prompt tokens a draft is worth its share of a step without any, which makes
         `usual` times the tokens of a plain one."""
-        first = min(rows + prompts, len(self._verify) - 1 - most)
+        first = min(rows + prompts, len(self._costs.verify) - 1 - most)
         plain = self._plain(rows)
         share, survival = self.acceptance.ready, self.acceptance.survival()
         ready = able * np.cumsum(share)
         tokens = np.cumsum(able * share * survival)
-        low, high = np.searchsorted(self._sizes, (first, first + most), side="right")
+        low, high = np.searchsorted(self._costs.sizes, (first, first + most), side="right")
         # Padding is free: the best fill a graph, or have all drafts of a position, or are the most there are.
-        tries = np.concatenate([self._sizes[low:high] - first, ready.astype(np.int64).clip(1, most), [most]])
+        tries = np.concatenate(
+            [self._costs.sizes[low:high] - first, ready.astype(np.int64).clip(1, most), [most]]
+        )
         made = np.interp(tries, np.append(0.0, ready), np.append(0.0, tokens))
-        fixed = self._draft[rows] + self._times.more
-        added = (self._verify[first + tries] - self._verify[first] + fixed) / plain
+        fixed = self._costs.draft[rows] + self._times.more
+        added = (self._costs.verified[first + tries] - self._costs.verify[first] + fixed) / plain
         gains = (1.0 + made / rows) / (1.0 + added)
         if prompts:
             gains = 1.0 + made / (rows * usual) - added
@@ -165,22 +203,25 @@ class DraftBudget:
 
     def _plain(self, rows: int) -> float:
         """Seconds of a step of `rows` rows without drafts."""
-        return float(self._verify[rows]) + self._times.plain
+        return self._costs.verify[rows] + self._times.plain
 
     def _price(self, grant: Grant, rows: int, prompts: int) -> float:
         """What drafts cost beside `rows` rows and `prompts` prompt tokens, in plain steps."""
-        first = min(rows + prompts, len(self._verify) - 1 - grant.drafts)
-        more = float(self._verify[first + grant.drafts] - self._verify[first])
-        more += float(self._draft[rows]) * grant.proposes
+        first = min(rows + prompts, len(self._costs.verify) - 1 - grant.drafts)
+        more = (
+            self._costs.verify[first + grant.drafts]
+            - self._costs.verify[first]
+            + self._costs.draft[rows] * grant.proposes
+        )
         return max(more + self._times.more * bool(grant.drafts), 0.0) / self._plain(rows)
 
     def spend(self, grant: Grant, rows: int, prompts: int) -> None:
         """A step of `rows` rows and `prompts` prompt tokens was planned with `grant`."""
         self._proposed, self._prompts = grant.proposes, prompts
-        if self._costs is None or not rows:
+        if self._costs is NOT_MEASURED or not rows:
             return
         self._times.planned(grant.drafts > 0)
-        price = self._price(grant, rows, prompts)
+        price = self._price(grant, rows, prompts) if grant.drafts or grant.proposes else 0.0
         # The cap must cover the price of a trial step, or drafting could never start again.
         self._cap = max(MOST_CREDIT, STEPS_OF_CREDIT * price, self._trial)
         self._account = min(self._account + ALLOWANCE, self._cap) - price
@@ -189,12 +230,12 @@ class DraftBudget:
         """The result of a step that was planned so; it came at `busy_at`, while the next step was in flight.
         0: none was."""
         period = self._times.period(busy_at)
-        if self._costs is None or not rows:
+        if self._costs is NOT_MEASURED or not rows:
             return
         if prompts:
             self._times.interrupted()
         elif result.seconds:
-            known = float(self._verify[rows + grant.drafts] + self._draft[rows] * grant.proposes)
+            known = self._costs.verify[rows + grant.drafts] + self._costs.draft[rows] * grant.proposes
             self._times.learn(grant.drafts > 0, rows, known, period, result.seconds)
         if grant.drafts and result.counts is not None and result.drafted is not None:
             taken = result.counts[:rows] - 1
@@ -203,7 +244,7 @@ class DraftBudget:
             self._account = min(self._account + float(taken.sum()) / rows, self._cap)
         self._steps += 1
         # What a try found counts at once.
-        if self._steps >= REVIEW or (self._verified and not self._on):
+        if self._steps >= ((REVIEW if self._on else 1) if self._verified else REST):
             self._review()
 
     def _review(self) -> None:
@@ -213,3 +254,4 @@ class DraftBudget:
             self.acceptance.count(self._verified)
         self._steps, self._verified = 0, []
         self._choices.clear()
+        self._trials.clear()

@@ -134,8 +134,8 @@ def test_no_launch_waits_for_the_device(moe: Path, monkeypatch: pytest.MonkeyPat
     kind, launch = type(runner), type(runner).launch
 
     def watched(self: Any, plan: StepPlan) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             return launch(self, plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -90,8 +90,8 @@ def test_drafts_change_no_text(
     kind, launch = type(runner), type(runner).launch
 
     def watched(self: Any, plan: StepPlan) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             return launch(self, plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")

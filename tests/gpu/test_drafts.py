@@ -32,8 +32,8 @@ def test_drafts_change_how_many_steps_a_text_takes_and_nothing_else(variant: str
 
     def play(plan: StepPlan, slots: list[int]) -> list[int]:
         result = runner.launch(plan).wait()
-        assert result.counts is not None
-        tokens, counts = result.tokens.tolist(), result.counts.tolist()
+        tokens = result.tokens.tolist()
+        counts = [1] * len(slots) if result.counts is None else result.counts.tolist()
         for slot, count in zip(slots, counts, strict=True):
             made[slot] += tokens[:count]
             tokens = tokens[count:]
