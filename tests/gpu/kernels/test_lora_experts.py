@@ -70,12 +70,14 @@ MIXED = [0, -1, 2, 2, 1, -1, 0, 1]
         (MIXED, [9, 16, 3], False, MoeConfig(False, 16, PLAIN, UNEVEN)),
         (MIXED, [9, 16, 3], True, MoeConfig(False, 16, UNEVEN, SWAP)),
         ([-1] * 5, [8], False, MoeConfig(False, 16, PLAIN, SWAP)),
+        # More in a tile than are taken at a time, of gate and up 2, of down 4 with these ranks.
+        ([4, 0, 6, -1, 2, 5, 1, 3, 6, 2], [16, 3, 9, 0, 20, 1, 8], False, MoeConfig(False, 16, PLAIN, SWAP)),
         ([0] * 20 + MIXED, [8, 0, 20], True, MoeConfig(False, 32, HALF, SWAP)),
         ([1] * 70 + [0] * 65, [16, 5], False, MoeConfig(False, 192, TALL, LEFT)),
         # Products of one step over K on a GPU's tensor cores, and deltas there too.
         (MIXED * 16, [9, 20, 3], False, MoeConfig(False, 64, LOW, WIDE)),
     ],
-    ids=["one", "mixed", "shared", "none", "half", "tall", "one step"],
+    ids=["one", "mixed", "shared", "none", "many", "half", "tall", "one step"],
 )
 def test_adapters_of_experts(
     used: list[int],
