@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from core.types import Ints
 
@@ -33,62 +32,85 @@ class Verified(NamedTuple):
 
 
 class Acceptance:
-    """Averages over the drafts at each position of a row. Owner: event loop."""
+    """Averages over the drafts at each position of a row, in lists: there are few positions, and arrays of so
+    few numbers take several times as long. Owner: event loop."""
 
     def __init__(self, most: int) -> None:
         """`most` drafts a row."""
         self._most = most
-        self._least = np.where(np.arange(most) > 0, 0.0, LEAST_WEIGHT)
-        self._tried = self._least.copy()
-        self._accepted = self._least * FIRST_GUESS
+        self._least = [0.0 if j else LEAST_WEIGHT for j in range(most)]
+        self._tried = list(self._least)
+        self._accepted = [least * FIRST_GUESS for least in self._least]
         self._trees = False
         """Whether drafts are nodes of trees, each with an acceptance of its own."""
-        self.ready = np.ones(most)
+        self._ready = [1.0] * most
         """Share of rows that have a draft at each position."""
 
-    def survival(self) -> NDArray[np.float64]:
+    def expected(self, able: int) -> tuple[list[float], list[float]]:
+        """Of `able` rows with 0, 1 ... `most` drafts at most each: the drafts that they have, and how many of
+        these are accepted."""
+        drafts, tokens = [0.0], [0.0]
+        for share, survives in zip(self._ready, self.survival(), strict=True):
+            drafts.append(drafts[-1] + able * share)
+            tokens.append(tokens[-1] + able * share * survives)
+        return drafts, tokens
+
+    def survival(self) -> list[float]:
         """The probability [most] that a row's draft at each position and all before it are accepted, or of a
         tree all on its path. What was never tried is as likely as what is before it."""
-        found, before, survives = np.empty(self._most), FIRST_GUESS, 1.0
-        counts = zip(self._tried.tolist(), self._accepted.tolist(), strict=True)
-        for j, (tried, accepted) in enumerate(counts):
+        found, before, survives = list[float](), FIRST_GUESS, 1.0
+        for j, (tried, accepted) in enumerate(zip(self._tried, self._accepted, strict=True)):
             if self._trees and j:
-                found[j] = survives = (accepted + survives * FIRST_GUESS) / (tried + 1.0)
-                continue
-            before = accepted / tried if j == 0 else (accepted + before) / (tried + 1.0)
-            found[j] = survives = survives * before
+                survives = (accepted + survives * FIRST_GUESS) / (tried + 1.0)
+            else:
+                before = accepted / tried if j == 0 else (accepted + before) / (tried + 1.0)
+                survives *= before
+            found.append(survives)
         return found
 
     def fade(self, steps: int) -> None:
         """So many steps have passed."""
-        fading = np.where(self._tried > self._least, FADING**steps, 1.0)
-        self._tried *= fading
-        self._accepted *= fading
+        left = FADING**steps
+        for j, least in enumerate(self._least):
+            if self._tried[j] > least:
+                self._tried[j] *= left
+                self._accepted[j] *= left
 
     def count(self, steps: list[Verified]) -> None:
         """What these verified, one step at least."""
         taken = np.concatenate([step.taken for step in steps])
         drafted = np.concatenate([step.drafted for step in steps])
         own = [step.paths for step in steps if step.paths is not None]
-        paths = np.concatenate(own) if own else None
-        self._trees = paths is not None
-        if paths is None:
-            accepted = _reaching(taken, self._most)
-            tried = accepted + np.bincount(taken[taken < drafted].clip(0), minlength=self._most)[: self._most]
-        else:
-            tried = _reaching(drafted, self._most)
-            accepted = (paths[:, None] >> np.arange(self._most) & 1).sum(0).astype(np.float64)
-        kept = MEMORY / (MEMORY + tried)
-        self._tried = self._tried * kept + tried
-        self._accepted = self._accepted * kept + accepted
+        self._trees = bool(own)
+        had, accepted, rejected = _by_position(taken, drafted, self._most)
+        if own:
+            accepted = (np.concatenate(own)[:, None] >> np.arange(self._most) & 1).sum(0).tolist()
+        for j, right in enumerate(accepted):
+            tried = had[j] if own else right + rejected[j]
+            kept = MEMORY / (MEMORY + tried)
+            self._tried[j] = self._tried[j] * kept + tried
+            self._accepted[j] = self._accepted[j] * kept + right
+        able = sum(step.able for step in steps)
         # Where all were used there may have been more.
-        short = drafted.sum() < sum(step.drafts for step in steps)
-        shares = _reaching(drafted, self._most) / sum(step.able for step in steps) if short else 1.0
-        self.ready += (shares - self.ready) * (1.0 - (1.0 - READINESS) ** len(steps))
+        short = sum(had) < sum(step.drafts for step in steps)
+        weight = 1.0 - (1.0 - READINESS) ** len(steps)
+        for j, rows in enumerate(had):
+            self._ready[j] += ((rows / able if short else 1.0) - self._ready[j]) * weight
 
 
-def _reaching(counts: Ints, most: int) -> NDArray[np.float64]:
-    """How many of `counts` are at least 1 ... `most`."""
-    each = np.bincount(counts.clip(0, most), minlength=most + 1)
-    found: NDArray[np.float64] = np.cumsum(each[::-1])[::-1][1:].astype(np.float64)
-    return found
+def _by_position(taken: Ints, drafted: Ints, most: int) -> tuple[list[int], list[int], list[int]]:
+    """Of the first, second ... of `most` drafts: rows that had it, that had it accepted, and whose first
+    rejected draft it was. One count of pairs, then sums of few numbers: a third of what arrays take."""
+    had, accepted, rejected = [0] * (most + 1), [0] * (most + 1), [0] * (most + 1)
+    width = most + 1
+    cells = np.bincount(drafted * width + np.maximum(taken, 0), minlength=width * width).tolist()
+    for cell, rows in enumerate(cells):
+        if rows:
+            length, right = divmod(cell, width)
+            had[length] += rows
+            accepted[right] += rows
+            rejected[right] += rows * (right < length)
+    for j in range(most - 1, 0, -1):
+        had[j] += had[j + 1]
+        accepted[j] += accepted[j + 1]
+    return had[1:], accepted[1:], rejected[:most]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections.abc import Sequence
 from typing import Final, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from core.executor import Capabilities
 from core.plan import StepResult
@@ -55,26 +54,25 @@ NO_DRAFTS: Final = Grant()
 
 
 class Costs(NamedTuple):
-    """`StepCosts` by their number of tokens (`verify`) and rows (`draft`), in seconds. Each step looks some
-    up, which takes an array four times as long as a list. `verified` is `verify` as an array, `sizes` those
-    that were measured, to which others are padded."""
+    """`StepCosts` by their number of tokens (`verify`) and rows (`draft`), in seconds, and the sizes that
+    were measured, to which others are padded. Lists: each step looks some up, which takes arrays four times
+    as long."""
 
     verify: list[float]
     draft: list[float]
-    verified: NDArray[np.float64]
-    sizes: NDArray[np.int64]
+    sizes: Sequence[int]
 
 
-NOT_MEASURED: Final = Costs([], [], np.zeros(0), np.zeros(0, np.int64))
+NOT_MEASURED: Final = Costs([], [], ())
 
 
 def costs_of(capabilities: Capabilities) -> Costs:
     """Of all steps that an executor can run."""
     if (measured := capabilities.costs) is None:
         return NOT_MEASURED
-    verified = measured.verify.upto(capabilities.max_step_tokens)
+    verify: list[float] = measured.verify.upto(capabilities.max_step_tokens).tolist()
     draft: list[float] = measured.draft.upto(capabilities.max_rows).tolist()
-    return Costs(verified.tolist(), draft, verified, np.array(measured.verify.sizes))
+    return Costs(verify, draft, measured.verify.sizes)
 
 
 class DraftBudget:
@@ -182,24 +180,25 @@ class DraftBudget:
         """How many drafts, at most `most`, make the most tokens a second, and how many times those of a plain
         step. Beside `prompts` prompt tokens a draft is worth its share of a step without any, which makes
         `usual` times the tokens of a plain one."""
-        first = min(rows + prompts, len(self._costs.verify) - 1 - most)
-        plain = self._plain(rows)
-        share, survival = self.acceptance.ready, self.acceptance.survival()
-        ready = able * np.cumsum(share)
-        tokens = np.cumsum(able * share * survival)
-        low, high = np.searchsorted(self._costs.sizes, (first, first + most), side="right")
+        verify, sizes = self._costs.verify, self._costs.sizes
+        first = min(rows + prompts, len(verify) - 1 - most)
+        plain, fixed = self._plain(rows), self._costs.draft[rows] + self._times.more - verify[first]
+        ready, accepted = self.acceptance.expected(able)
         # Padding is free: the best fill a graph, or have all drafts of a position, or are the most there are.
-        tries = np.concatenate(
-            [self._costs.sizes[low:high] - first, ready.astype(np.int64).clip(1, most), [most]]
-        )
-        made = np.interp(tries, np.append(0.0, ready), np.append(0.0, tokens))
-        fixed = self._costs.draft[rows] + self._times.more
-        added = (self._costs.verified[first + tries] - self._costs.verify[first] + fixed) / plain
-        gains = (1.0 + made / rows) / (1.0 + added)
-        if prompts:
-            gains = 1.0 + made / (rows * usual) - added
-        best = int(gains.argmax())
-        return int(tries[best]), float(gains[best])
+        tries = {size - first for size in sizes[bisect(sizes, first) : bisect(sizes, first + most)]}
+        tries |= {min(max(int(count), 1), most) for count in ready[1:]} | {most}
+        best, most_gained, j = 0, 0.0, 0
+        for drafts in sorted(tries):
+            while j < self.most and ready[j + 1] < drafts:
+                j += 1
+            made = accepted[j]
+            if j < self.most:
+                made += (accepted[j + 1] - made) * (drafts - ready[j]) / (ready[j + 1] - ready[j])
+            added = (verify[first + drafts] + fixed) / plain
+            gain = 1.0 + made / (rows * usual) - added if prompts else (1.0 + made / rows) / (1.0 + added)
+            if gain > most_gained:
+                best, most_gained = drafts, gain
+        return best, most_gained
 
     def _plain(self, rows: int) -> float:
         """Seconds of a step of `rows` rows without drafts."""
