@@ -32,7 +32,7 @@ from app.summary import summary
 from core.adapters import adapters_at_start
 from core.clock import monotonic
 from core.config import Config, SpeculativeConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, EngineFailed
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,9 @@ class Server:
             live = await self._while_running(asyncio.wrap_future(loading))
             if live is not None:
                 await self._run_engine(live, application[BATCHES], address)
+        except EngineFailed as error:  # another node of the group is gone, or could not load
+            log.error("the group of nodes failed: %s", error)
+            self._exit_code = FAILED
         finally:
             await runner.cleanup()
         return self._exit_code

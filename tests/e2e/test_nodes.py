@@ -123,3 +123,19 @@ async def test_one_node_less_ends_both(lost: str, tmp_path: Path) -> None:
             assert "the engine failed" in first.log()
             second.signal(signal.SIGCONT)
             assert second.wait() != 0
+
+
+async def test_a_node_that_is_lost_while_it_loads_ends_the_other(tmp_path: Path) -> None:
+    dies = "import os, sys; from gpu.nodes.join import Nodes; Nodes.least = lambda *_: os._exit(9)"
+    dies += "; from app.cli import main; main(sys.argv[3:])"
+    common = [*flags(dummy_model(tmp_path / "model")), "--tp", "2", "--nnodes", "2"]
+    common += ["--dist-init-addr", f"127.0.0.1:{free_port()}"]
+    with (
+        serving(*common) as first,
+        serving(*common, "--node-rank", "1", under=["-c", dies]) as second,
+    ):
+        assert second.wait() == 9
+        assert first.wait() == FAILED
+        log = first.log()
+    assert "the group of nodes failed: node 1 at 127.0.0.1 has closed" in log
+    assert "Traceback" not in log
