@@ -92,10 +92,10 @@ def arrive(flight: InFlightStep, result: StepResult, table: SlotTable) -> Arrive
         table.least[slots] += counts[alive] - 1
         table.most[slots] += (counts - assumed)[alive]
         if (drafted := result.drafted) is not None:
-            verified = zip(flight.rows, (drafted * alive).tolist(), counts.tolist(), strict=True)
-            for request, own, made in verified:
-                if own:
-                    request.drafts.verified(own, made, len(request.output))
+            at = (drafted * alive).nonzero()[0]
+            for row, own, made in zip(at.tolist(), drafted[at].tolist(), counts[at].tolist(), strict=True):
+                request = flight.rows[row]
+                request.drafts.verified(own, made, len(request.output))
         row_of = np.repeat(np.arange(rows), counts)
         arrived = arrived._replace(
             requests=[flight.rows[row] for row in row_of.tolist()], slots=flight.slots[row_of]

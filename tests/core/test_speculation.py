@@ -124,8 +124,10 @@ class Simulation:
         self._held += max(seconds, self._host[plan.drafts > 0])
         if plan.step % 2 or not self._bursts:
             self.now, self._held = self.now + self._held, 0.0
-        drafted = np.concatenate((given, np.zeros(ends, np.int32)), dtype=np.int32) if self._most else None
         tokens = np.ones(counts.sum(), np.int32)
+        if not plan.drafts and len(tokens) == len(counts):
+            return StepResult(plan.step, tokens, seconds=seconds)
+        drafted = np.concatenate((given, np.zeros(ends, np.int32)), dtype=np.int32) if self._most else None
         return StepResult(plan.step, tokens, counts=counts, drafted=drafted, seconds=seconds)
 
     @staticmethod
