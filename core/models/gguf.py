@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from core.errors import ModelError
 
 GGUF_ARCHITECTURES: Mapping[str, str] = {
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 """By `general.architecture`, that of a config.json."""
+MIXTRAL = "MixtralForCausalLM"
+"""What a file of `llama` with experts is."""
+READ_FROM_GGUF = frozenset({*GGUF_ARCHITECTURES.values(), MIXTRAL})
+_MULTIPLIERS: Mapping[str, str] = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Of Granite."""
 
 
 def gguf_config(
@@ -52,17 +65,34 @@ def gguf_config(
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
     }
-    if kind == "qwen3moe":
-        config |= {
-            "num_experts": want("expert_count"),
-            "num_experts_per_tok": want("expert_used_count"),
-            "moe_intermediate_size": want("expert_feed_forward_length"),
-            "norm_topk_prob": True,
-        }
+    config |= _of_kind(kind, fields, want, config)
     for name in ("bos", "eos"):
         if (token := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             config[f"{name}_token_id"] = token
     return config
+
+
+def _of_kind(
+    kind: str, fields: Mapping[str, Any], want: Callable[[str], Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What only some architectures have."""
+    found: dict[str, Any] = {}
+    if kind == "granite":
+        found = {ours: fields.get(f"{kind}.{theirs}", 1.0) for theirs, ours in _MULTIPLIERS.items()}
+    if not fields.get(f"{kind}.expert_count"):
+        return found
+    found["num_experts_per_tok"] = want("expert_used_count")
+    if kind == "llama":
+        return found | {"architectures": [MIXTRAL], "num_local_experts": want("expert_count")}
+    found |= {
+        "num_experts": want("expert_count"),
+        "moe_intermediate_size": want("expert_feed_forward_length"),
+        "norm_topk_prob": kind == "qwen3moe",
+    }
+    if kind == "qwen2moe":
+        found["shared_expert_intermediate_size"] = want("expert_shared_feed_forward_length")
+        found["qkv_bias"] = config["attention_bias"]
+    return found
 
 
 def _rope_scaling(fields: Mapping[str, Any], kind: str, rope_factor: float) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import msgspec
 from core.errors import ModelError
 from core.models import pooled, read
 from core.models.fields import Config, Fields
-from core.models.gguf import GGUF_ARCHITECTURES
+from core.models.gguf import READ_FROM_GGUF
 from core.models.spec import ModelSpec, PoolingSpec, Task
 
 
@@ -84,7 +84,7 @@ def served() -> list[Served]:
             name,
             "classify" if name.endswith(_CLASSIFIES) else "embed" if name.endswith("Model") else "generate",
             fp8=name.removesuffix(_CLASSIFIES).removesuffix("Model") not in _ENCODERS,
-            gguf=name in GGUF_ARCHITECTURES.values(),
+            gguf=name in READ_FROM_GGUF,
         )
         for name in sorted(FAMILIES)
     ]

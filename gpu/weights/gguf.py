@@ -41,8 +41,15 @@ _LAYER: Mapping[str, str] = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 """With {} for the number of an expert where a tensor holds the matrices of all."""
+
+_PERMUTED = ("granite", "llama", "smollm3")
+"""Architectures whose q and k are in the order of interleaved rope."""
 
 _ROPE_FREQS = "rope_freqs.weight"
 """Llama 3's scaling as a tensor of divisors; it goes into the config instead."""
@@ -109,9 +116,9 @@ def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: P
     """Dequantise every tensor into its place. Raises `ModelError` for a file that cannot be read."""
     fields, found = _open(path)
     permuted: dict[str, int] = {}
-    if fields.get("general.architecture") == "llama":
-        heads = fields["llama.attention.head_count"]
-        permuted = {"attn_q": heads, "attn_k": fields.get("llama.attention.head_count_kv", heads)}
+    if (kind := fields.get("general.architecture")) in _PERMUTED:
+        heads = fields[f"{kind}.attention.head_count"]
+        permuted = {"attn_q": heads, "attn_k": fields.get(f"{kind}.attention.head_count_kv", heads)}
     tensors = [tensor for tensor in found if tensor.name != _ROPE_FREQS]
     tasks = [
         _reader(filler, tensors[first : first + _RUN], permuted) for first in range(0, len(tensors), _RUN)
@@ -136,6 +143,8 @@ def _reader(filler: Filler, tensors: list[ReaderTensor], permuted: Mapping[str, 
     def read(tick: Callable[[], None]) -> None:
         for tensor in tensors:
             name, shape = hf_name(tensor.name), tuple(reversed(tensor.shape.tolist()))
+            if tensor.name.endswith("ffn_gate_inp_shexp.weight"):  # a vector in the file
+                shape = (1, shape[-1])
             if "{}" in name:
                 for expert, rows in enumerate(tensor.data):
                     put(tensor, name.format(expert), rows, shape[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -20,11 +21,25 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("arch", "variant"),
-    [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3"), ("qwen3moe", "qwen3-moe")],
+    ("arch", "variant", "fields"),
+    [
+        ("granite", "granite", {}),
+        ("llama", "llama", {}),
+        ("llama", "mixtral", {}),
+        ("qwen2", "qwen2", {}),
+        # What a file cannot say: windows, and layers without experts.
+        ("qwen2moe", "qwen2-moe", {"use_sliding_window": False, "mlp_only_layers": []}),
+        ("qwen3", "qwen3", {}),
+        ("qwen3moe", "qwen3-moe", {}),
+        # Every fourth layer does not rotate, which a file does not say either.
+        ("smollm3", "smollm3", {"no_rope_layers": None, "num_hidden_layers": 4}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_a_gguf_is_the_model_it_was_made_from(arch: str, variant: str, tmp_path: Path) -> None:
-    tiny = tiny_model.build(variant, tmp_path / "hf")
+def test_a_gguf_is_the_model_it_was_made_from(
+    arch: str, variant: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny = tiny_model.build(variant, tmp_path / "hf", **fields)
     file = write(tmp_path / "tiny.gguf", arch, tiny.reference)
     spec = spec_of(file)
     places = load_model(spec, file, torch.float32, CPU).places()
@@ -68,7 +83,7 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"'mamba' is not supported; supported are llama, qwen2, qwen3"):
+    with pytest.raises(ModelError, match=r"'mamba' is not supported; supported are granite, llama, qwen2,"):
         spec_of(tmp_path / "m.gguf")
 
 

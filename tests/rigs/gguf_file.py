@@ -28,7 +28,13 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
+
+PERMUTED = ("granite", "llama", "smollm3")
 
 
 def gguf_name(name: str) -> str:
@@ -64,24 +70,34 @@ def write(path: Path, arch: str, reference: transformers.PreTrainedModel, quanti
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(getattr(config, "head_dim", 16))
+    writer.add_key_length(getattr(config, "head_dim", None) or 16)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_token_list([f"token {i}" for i in range(300)])
     writer.add_token_scores([0.5] * 300)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    if arch == "qwen3moe":
-        writer.add_expert_count(config.num_local_experts)
+    if experts := getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0):
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch.endswith("moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     for name, tensor in apart(reference.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if arch == "llama" and "q_proj" in name:
+        if arch in PERMUTED and "q_proj" in name:
             tensor = permute(tensor, config.num_attention_heads)
-        if arch == "llama" and "k_proj" in name:
+        if arch in PERMUTED and "k_proj" in name:
             tensor = permute(tensor, config.num_key_value_heads)
+        if name.endswith("shared_expert_gate.weight"):
+            tensor = tensor.squeeze()
         data = tensor.contiguous().numpy()
         if quantise and tensor.dim() > 1:
             kind = gguf.GGMLQuantizationType.Q8_0
