@@ -35,6 +35,10 @@ from gpu.kernels.ranks import (
 from gpu.ranks import Rank, RankGroup
 from gpu.thread import device_thread
 
+PAIR = 2
+"""Width of the mean squares that norms over the heads of all ranks exchange, float32 in every model. Their
+inboxes are their own: those of one width take turns by row."""
+
 HELD = 256 * 2**20
 """Bytes that torch's allocator keeps for work that no graph holds: taking memory from the driver may wait for
 the device."""
@@ -61,7 +65,7 @@ class Exchanged(NamedTuple):
 
     def held_bytes(self, ranks: int) -> int:
         """On each rank."""
-        sums = INBOXES * ranks * self.tokens * self.hidden * self.dtype.itemsize
+        sums = INBOXES * ranks * self.tokens * (self.hidden * self.dtype.itemsize + 4 * PAIR)
         return sums + self.samples * (4 * self.vocab + 8 * ranks * self.blocks(ranks)) + HELD
 
 
@@ -82,16 +86,23 @@ class PeerRank(Rank):
     """One of them. Owner: its launch thread."""
 
     def __init__(
-        self, group: PeerGroup, number: int, sums: Peers, gathers: GatherPeers, limits: Exchanged
+        self,
+        group: PeerGroup,
+        number: int,
+        sums: tuple[Peers, Peers],
+        gathers: GatherPeers,
+        limits: Exchanged,
     ) -> None:
+        """`sums` of [any, hidden] and of [any, PAIR]."""
         super().__init__(group, number)
-        self._sums, self._gathers, self._vocab = sums, gathers, limits.vocab
+        (self._sums, self._pairs), self._gathers, self._vocab = sums, gathers, limits.vocab
         self._sum_place = Place(number, group.ranks, limits.tokens)
         self._gather_place = Place(number, group.ranks, limits.samples * limits.blocks(group.ranks))
 
-    def reduce_sum(self, part: Tensor) -> Tensor:
-        """See `gpu.ranks.Reducer.reduce_sum`."""
-        return push_sum(part.contiguous(), self._sums, self._sum_place)
+    def reduce_sum(self, part: Tensor, num_rows: Tensor | None = None, pdl: bool = False) -> Tensor:
+        """See `gpu.ranks.Reducer.reduce_sum`, of [n, hidden] in the model's dtype or float32 [n, PAIR]."""
+        peers = self._pairs if part.shape[1] == PAIR else self._sums
+        return push_sum(part.contiguous(), peers, self._sum_place, num_rows=num_rows, pdl=pdl)
 
     def add_rms_norm(
         self,
@@ -132,8 +143,9 @@ class PeerRank(Rank):
         yield
         torch.empty(HELD, dtype=torch.uint8, device=self._sums.gate.device)  # the allocator keeps it
         self._meet()
-        self._sums.turns.zero_()
-        self._sums.inboxes[self.shard.rank].fill_(EMPTY)
+        for sums in (self._sums, self._pairs):
+            sums.turns.zero_()
+            sums.inboxes[self.shard.rank].fill_(EMPTY)
         self._gathers.turns.zero_()
         self._gathers.flags[self.shard.rank].zero_()
         self._sums.gate.fill_(1)
@@ -161,8 +173,9 @@ def peer_ranks(group: PeerGroup, devices: Sequence[torch.device], limits: Exchan
     """A rank of the group on each device, with the memory that all of them write into."""
     ranks = len(devices)
     cells = limits.samples * limits.blocks(ranks)
-    size = (INBOXES, ranks, limits.tokens, limits.hidden)
-    sums = [_filled(EMPTY, each, *size, dtype=limits.dtype) for each in devices]
+    size = (INBOXES, ranks, limits.tokens)
+    sums = [_filled(EMPTY, each, *size, limits.hidden, dtype=limits.dtype) for each in devices]
+    pairs = [_filled(EMPTY, each, *size, PAIR, dtype=torch.float32) for each in devices]
     logits = [_filled(0, each, limits.samples, limits.vocab, dtype=torch.float32) for each in devices]
     logit_flags = [_filled(0, each, 2, ranks, cells) for each in devices]
     with device_thread(devices[0]):
@@ -171,9 +184,12 @@ def peer_ranks(group: PeerGroup, devices: Sequence[torch.device], limits: Exchan
     made: list[PeerRank] = []
     for number, device in enumerate(devices):
         gate = _filled(0, device, 1)
-        adds = Peers(tuple(sums), _filled(0, device, limits.tokens), gate, group.word)
+        adds, means = (
+            Peers(tuple(inboxes), _filled(0, device, limits.tokens), gate, group.word)
+            for inboxes in (sums, pairs)
+        )
         gathers = GatherPeers(tuple(logits), tuple(logit_flags), _filled(0, device, cells), gate, group.word)
-        made.append(PeerRank(group, number, adds, gathers, limits))
+        made.append(PeerRank(group, number, (adds, means), gathers, limits))
     return made
 
 

@@ -172,6 +172,13 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
             fused, (both[:, 0], both[:, 1]), kv_slot_mapping, rope, norms, num_rows=n, pdl=pdl
         )
 
+    def wide_norm() -> None:
+        norms = empty(heads.q * heads.dim), empty(heads.kv * heads.dim), 1e-6
+        fused = empty(256, (heads.q + 2 * heads.kv) * heads.dim)
+        norm.norm_wide(fused, norms, num_rows=n, pdl=pdl)
+        means = norm.mean_squares(fused, (len(norms[0]), len(norms[1])), num_rows=n, pdl=pdl)
+        norm.norm_wide(fused, norms, means, num_rows=n, pdl=pdl)
+
     def sampler() -> None:
         ints = torch.zeros(256, dtype=torch.int64)
         temperatures = empty(512, dtype=torch.float32)
@@ -216,6 +223,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     return {
         "norm": lambda: norm.rms_norm(x, x[0], 1e-6, residual=x, num_rows=n, pdl=pdl),
         "norm, kept": lambda: norm.rms_norm(x, x[0], 1e-6, residual=x, keep=x, num_rows=n, pdl=pdl),
+        "norm, added": lambda: norm.add_normed(x, x, x[0], 1e-6, num_rows=n, pdl=pdl),
+        "norm of all heads": wide_norm,
         "linear 1": lambda: gemv_case(1, "8B o"),
         "linear 2": lambda: gemv_case(2, "8B down"),
         "linear 32": lambda: gemv_case(32, "30B-A3B router"),

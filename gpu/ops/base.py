@@ -52,6 +52,9 @@ Part = Tensor | PendingExperts
 HeadNorms = tuple[Tensor, Tensor, float]
 """Weights [head_dim] of the query and the key norm, and eps."""
 
+WideNorms = tuple[Tensor, Tensor, float]
+"""The same of norms over all heads together: weights [heads * head_dim] and [kv_heads * head_dim]."""
+
 PairNorms = tuple[Tensor, Tensor, float]
 """Weights [hidden] of the norms of an embedding and of the hidden state beside it, and eps."""
 
@@ -83,6 +86,18 @@ class Ops(Protocol):
         """Add `part`, if any, to `residual` [n, hidden] in place and norm the sum: a new [n, hidden],
         x / sqrt(mean(x²) + eps) · weight. The sum is also stored in `keep` [n, hidden], whose rows may be
         strided."""
+        ...
+
+    def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """Norm `part` and add it to `residual` [n, hidden] in place."""
+        ...
+
+    def mean_squares(self, qkv: Tensor, norms: WideNorms) -> Tensor:
+        """Of all queries of a row, and of all its keys: float32 [n, 2]. `qkv` as `attend` takes it."""
+        ...
+
+    def norm_wide(self, qkv: Tensor, norms: WideNorms, means: Tensor | None = None) -> None:
+        """Norm queries and keys in place, each over all heads together: by `means`, or by `mean_squares`."""
         ...
 
     def attend(

@@ -28,6 +28,9 @@ dense layer or one of experts, 2 more in one of experts up to 4 rows.
 Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
 one that sums, adds and norms. Above 64 rows route is two.
 
+A norm that stands behind attention or the MLP is one launch, as one before them. Where queries and keys are
+normed over all heads together, that is a launch more (plain: 18).
+
 A step adds embedding, rotation (plain: 8), first norm and head, one each.
 
 In a step with adapters each product they change has a launch more where `skinny_gemm` multiplies, `shrink`;
@@ -58,10 +61,10 @@ from gpu.kernels.lora.dense import embed, expand, shrink
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
 from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.tuned import MoeConfigs
-from gpu.kernels.norm import embed_beside, rms_norm
+from gpu.kernels.norm import add_normed, embed_beside, mean_squares, norm_wide, rms_norm
 from gpu.kernels.silu_mul import silu_mul
 from gpu.lora import LoraMatrix, LoraRows
-from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, PendingExperts, Rotation
+from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, PendingExperts, Rotation, WideNorms
 from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import gate
 from gpu.state.view import StepView
@@ -142,6 +145,20 @@ class TritonOps:
         if isinstance(part, Tensor):
             return rms_norm(part, weight, eps, residual=residual, keep=keep, num_rows=rows, pdl=pdl)
         return self._run_experts(part, (residual, weight, eps), keep)
+
+    def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """See `Ops.add_normed`: one launch."""
+        rows, pdl = self.num_rows, self._kernels.pdl
+        add_normed(self.complete(part), residual, weight, eps, num_rows=rows, pdl=pdl)
+
+    def mean_squares(self, qkv: Tensor, norms: WideNorms) -> Tensor:
+        """See `Ops.mean_squares`: one launch."""
+        sizes, pdl = (len(norms[0]), len(norms[1])), self._kernels.pdl
+        return mean_squares(qkv, sizes, num_rows=self.num_rows, pdl=pdl)
+
+    def norm_wide(self, qkv: Tensor, norms: WideNorms, means: Tensor | None = None) -> None:
+        """See `Ops.norm_wide`: one launch."""
+        norm_wide(qkv, norms, means, num_rows=self.num_rows, pdl=self._kernels.pdl)
 
     def complete(self, part: Part) -> Tensor:
         """`part` as a tensor: what is pending runs now, with no norm behind."""

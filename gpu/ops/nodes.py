@@ -28,3 +28,7 @@ class NodeOps(RankOps):
         """See `Ops.add_rms_norm`: `part` is a partial sum, which experts leave pending."""
         total = None if part is None else self._kernels.complete(part)
         return super().add_rms_norm(total, residual, weight, eps, keep)
+
+    def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """See `Ops.add_normed`: `part` as for `add_rms_norm`."""
+        super().add_normed(self._kernels.complete(part), residual, weight, eps)

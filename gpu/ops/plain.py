@@ -13,7 +13,7 @@ from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Experts
 from gpu.lora import LoraMatrix, LoraRows
-from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, Rotation
+from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, Rotation, WideNorms
 from gpu.quant import quantise, quantise_groups, restore
 from gpu.state.view import StepView
 
@@ -73,6 +73,22 @@ class TorchOps:
             keep.copy_(residual)
         return F.rms_norm(residual, weight.shape, weight, eps)
 
+    def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """See `Ops.add_normed`."""
+        assert isinstance(part, Tensor), "these operations leave nothing pending"
+        residual.add_(F.rms_norm(part, weight.shape, weight, eps))
+
+    def mean_squares(self, qkv: Tensor, norms: WideNorms) -> Tensor:
+        """See `Ops.mean_squares`."""
+        return torch.stack([x.float().square().mean(-1) for x in _wide(qkv, norms)], dim=-1)
+
+    def norm_wide(self, qkv: Tensor, norms: WideNorms, means: Tensor | None = None) -> None:
+        """See `Ops.norm_wide`."""
+        *weights, eps = norms
+        scales = torch.rsqrt((self.mean_squares(qkv, norms) if means is None else means) + eps)
+        for x, weight, scale in zip(_wide(qkv, norms), weights, scales.unbind(-1), strict=True):
+            x.copy_(x.float() * scale[:, None] * weight)
+
     def attend(
         self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
     ) -> Tensor:
@@ -123,6 +139,12 @@ class TorchOps:
     def routes(self, logits: Tensor, experts: Experts) -> Tensor:
         """See `Ops.routes`."""
         return route(logits, experts)[1]
+
+
+def _wide(qkv: Tensor, norms: WideNorms) -> tuple[Tensor, Tensor]:
+    """Views of all queries [n, heads * head_dim] and of all keys [n, kv_heads * head_dim]."""
+    q_size, k_size = len(norms[0]), len(norms[1])
+    return qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

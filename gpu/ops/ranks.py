@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu.lora import LoraMatrix
-from gpu.ops.base import Ops, PairNorms, Part
+from gpu.ops.base import Ops, PairNorms, Part, WideNorms
 from gpu.ranks import Rank
 
 
@@ -25,7 +25,7 @@ class TableOps:
         self._own, self._rank, self._vocab = own, rank, vocab
         self.rotation, self.attend, self.store = own.rotation, own.attend, own.store
         self.linear, self.gated_linear, self.add_lora = own.linear, own.gated_linear, own.add_lora
-        self.experts, self.routes = own.experts, own.routes
+        self.experts, self.routes, self.mean_squares = own.experts, own.routes, own.mean_squares
 
     def for_samples(self) -> Ops:
         """See `Ops.for_samples`."""
@@ -53,6 +53,14 @@ class TableOps:
         """See `Ops.add_rms_norm`."""
         return self._own.add_rms_norm(part, residual, weight, eps, keep)
 
+    def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """See `Ops.add_normed`."""
+        self._own.add_normed(part, residual, weight, eps)
+
+    def norm_wide(self, qkv: Tensor, norms: WideNorms, means: Tensor | None = None) -> None:
+        """See `Ops.norm_wide`."""
+        self._own.norm_wide(qkv, norms, means)
+
 
 class RankOps(TableOps):
     """`Ops` of a rank's part of a model. Owner: launch thread, for one step."""
@@ -65,3 +73,18 @@ class RankOps(TableOps):
             assert isinstance(part, Tensor), "a CPU leaves nothing pending"
             part = self._rank.reduce_sum(part)
         return self._own.add_rms_norm(part, residual, weight, eps, keep)
+
+    def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """See `Ops.add_normed`: `part` is a partial sum."""
+        assert isinstance(part, Tensor), "a CPU leaves nothing pending"
+        self._own.add_normed(self._sum(part), residual, weight, eps)
+
+    def norm_wide(self, qkv: Tensor, norms: WideNorms, means: Tensor | None = None) -> None:
+        """See `Ops.norm_wide`: over the heads of all ranks. All have as many, and each key head has as many
+        copies: the mean of the ranks' means is that of all heads."""
+        if means is None:
+            means = self._sum(self.mean_squares(qkv, norms)) / self._rank.shard.ranks
+        self._own.norm_wide(qkv, norms, means)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        return self._rank.reduce_sum(part)

@@ -7,7 +7,7 @@ import torch
 
 from bench.kernels import reference
 from bench.kernels.inputs import error, scalar
-from gpu.kernels.norm import embed_beside, rms_norm
+from gpu.kernels.norm import add_normed, embed_beside, mean_squares, norm_wide, rms_norm
 
 
 @pytest.mark.parametrize("width", [64, 96, 576])
@@ -51,6 +51,36 @@ def test_add_and_norm_leaves_padded_rows_alone(
     assert error(found[:3], reference.rms_norm(expected, weight, 1e-5)) < tolerance
     assert torch.equal(residual[:3], expected)
     assert torch.equal(residual[3:], before[3:])
+
+
+def test_what_is_normed_is_added_to_the_residual(
+    device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    x, residual = (torch.randn(5, 96, device=device).to(dtype) for _ in range(2))
+    weight, given, before = torch.rand(96, device=device).to(dtype), x.clone(), residual.clone()
+    add_normed(x, residual, weight, 1e-5, num_rows=scalar(3, device))
+    assert error(residual[:3], before[:3] + reference.rms_norm(x[:3], weight, 1e-5)) < tolerance
+    assert torch.equal(residual[3:], before[3:]) and torch.equal(x, given)
+
+
+@pytest.mark.parametrize(("q", "k"), [(96, 32), (40, 40)])
+def test_queries_and_keys_are_normed_over_all_heads(
+    q: int, k: int, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Between other columns, by their own means and by given ones."""
+    whole = torch.randn(5, q + 2 * k + 8, device=device).to(dtype)
+    before, qkv = whole.clone(), whole[:, : q + 2 * k]
+    weights = tuple(torch.rand(size, device=device).to(dtype) for size in (q, k))
+    parts = before[:, :q], before[:, q : q + k]
+    means = torch.stack([part.float().square().mean(-1) for part in parts], -1)
+    norms, live = (weights[0], weights[1], 1e-5), scalar(4, device)
+    assert error(mean_squares(qkv, (q, k), num_rows=live)[:4], means[:4]) < tolerance
+    for given, by in ((None, 1.0), (4 * means, 2.0)):
+        whole.copy_(before)
+        norm_wide(qkv, norms, given, num_rows=live)
+        want = [reference.rms_norm(part, w, 1e-5)[:4] / by for part, w in zip(parts, weights, strict=True)]
+        assert error(whole[:4, : q + k], torch.cat(want, -1)) < tolerance
+        assert torch.equal(whole[:, q + k :], before[:, q + k :]) and torch.equal(whole[4:], before[4:])
 
 
 @pytest.mark.parametrize("normed", [False, True])

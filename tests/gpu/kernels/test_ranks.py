@@ -98,6 +98,15 @@ def test_a_sum_alone(ranks: list[PeerRank], device: torch.device, dtype: torch.d
         assert torch.equal(found, want)
 
 
+def test_a_sum_of_mean_squares(ranks: list[PeerRank], device: torch.device) -> None:
+    """In float32, beside sums of hidden states, which have inboxes of their own."""
+    parts = [torch.rand(4, 2, device=device) for _ in range(RANKS)]
+    run = [partial(rank.reduce_sum, part) for rank, part in zip(ranks, parts, strict=True)]
+    for found in in_turn(ranks, run, [rank._pairs.turns for rank in ranks]):
+        torch.testing.assert_close(found, sum(parts))
+    assert [int(each) for each in ranks[0]._sums.turns] == [0] * TOKENS
+
+
 def test_rows_of_a_divided_table(ranks: list[PeerRank], device: torch.device, dtype: torch.dtype) -> None:
     table = torch.randn(7 * RANKS, HIDDEN, device=device).to(dtype)
     ids = torch.tensor([0, 6, 7, 20, 13], dtype=torch.int32, device=device)
