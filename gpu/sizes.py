@@ -9,7 +9,7 @@ import torch
 
 from core.config import LEAST_STEP, ModelConfig, ScheduleConfig
 from core.errors import ConfigError
-from core.models import ModelSpec
+from core.models import ModelSpec, RopeSpec
 from gpu.parts import Sizes
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,12 @@ def choose_sizes(
 def fit_rope(spec: ModelSpec, context: int) -> ModelSpec:
     """`spec` for requests of up to `context` tokens: LongRoPE has other factors for texts longer than those
     that the model was first trained on."""
-    if spec.rope.kind != "longrope":
-        return spec
-    rope = msgspec.structs.replace(spec.rope, long=context > spec.rope.original_max)
-    return msgspec.structs.replace(spec, rope=rope)
+
+    def fit(rope: RopeSpec) -> RopeSpec:
+        return msgspec.structs.replace(rope, long=rope.kind == "longrope" and context > rope.original_max)
+
+    window_rope = spec.window_rope and fit(spec.window_rope)
+    return msgspec.structs.replace(spec, rope=fit(spec.rope), window_rope=window_rope)
 
 
 def _rows(schedule: ScheduleConfig, device: torch.device) -> int:

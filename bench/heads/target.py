@@ -76,7 +76,8 @@ class Target:
     def __init__(self, source: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Raises `ModelError`, also for a model that has more than the plain Llama layer."""
         self.spec = spec = spec_of(source)
-        if spec.moe or spec.qkv_bias or spec.out_bias or spec.mlp_bias or spec.qk_norm or spec.window_layers:
+        biases = spec.qkv_bias or spec.out_bias or spec.mlp_bias
+        if spec.moe or biases or spec.qk_norm or spec.post_norm or spec.window_layers:
             raise ModelError(f"{source} is not of plain Llama layers, the only ones that bench.heads has.")
         if spec.rope.kind == "dynamic" or spec.rope.partial != 1:
             raise ModelError(f"bench.heads does not have the rope of {source}.")

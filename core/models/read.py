@@ -6,6 +6,7 @@ whatever equals them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,11 +14,12 @@ import msgspec
 from core.errors import ModelError
 from core.models.fields import Fields
 from core.models.quant import fp8_scaling, is_readable_fp8
-from core.models.rope import read_rope
+from core.models.rope import read_rope, read_ropes
 from core.models.spec import ModelSpec, MoeSpec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Defaults(NamedTuple):
@@ -93,6 +95,28 @@ def mixtral(fields: Fields) -> ModelSpec:
     return _with_experts(fields, spec, moe)
 
 
+def olmo2(fields: Fields) -> ModelSpec:
+    """Olmo2ForCausalLM: norms behind attention and MLP, and over all heads of queries or keys together."""
+    return _olmo(fields, 10000.0)
+
+
+def olmo3(fields: Fields) -> ModelSpec:
+    """Olmo3ForCausalLM: OLMo 2 in which three layers of four slide. Only the others' rope is scaled."""
+    positions, theta = fields.size("max_position_embeddings", 2048), 500000.0
+    rope, window_rope = read_ropes(fields, positions, theta)
+    spec = _olmo(fields, theta, rope=rope, window_rope=None if window_rope == rope else window_rope)
+    kinds = _layer_types(fields, spec) or [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(spec.layers)]
+    if fields.null("sliding_window"):
+        raise fields.wrong("sliding_window", "a positive integer")
+    return _slide(spec, fields.size("sliding_window", 4096), _sliding(kinds))
+
+
+def _olmo(fields: Fields, theta: float, **facts: Any) -> ModelSpec:
+    bias = fields.flag("attention_bias")
+    defaults = Defaults(2048, norm_eps=1e-5, theta=theta)
+    return _common(fields, defaults, qkv_bias=bias, out_bias=bias, qk_norm="all", post_norm=True, **facts)
+
+
 def mistral(fields: Fields) -> ModelSpec:
     """MistralForCausalLM: every layer slides; null means no window, absent means 4096."""
     spec = _common(fields, Defaults(131072))
@@ -112,16 +136,10 @@ def qwen2_moe(fields: Fields) -> ModelSpec:
     spec = _common(fields, Defaults(32768), qkv_bias=bias)
     if fields.flag("use_sliding_window"):
         first = fields.count("max_window_layers", 28)
-        kinds = fields.array("layer_types") or [
-            "sliding_attention" if i % 2 == 0 and i < first else "" for i in range(spec.layers)
+        kinds = _layer_types(fields, spec) or [
+            SLIDING if i % 2 == 0 and i < first else FULL for i in range(spec.layers)
         ]
-        if len(kinds) != spec.layers:
-            raise fields.wrong("layer_types", f"one entry per layer ({spec.layers})")
-        spec = _slide(
-            spec,
-            fields.size("sliding_window", 4096),
-            frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention"),
-        )
+        spec = _slide(spec, fields.size("sliding_window", 4096), _sliding(kinds))
     moe = MoeSpec(
         experts=_experts(fields, 60),
         per_token=fields.size("num_experts_per_tok", 4),
@@ -136,14 +154,14 @@ def qwen2_moe(fields: Fields) -> ModelSpec:
 def qwen3(fields: Fields) -> ModelSpec:
     """Qwen3ForCausalLM: normed query and key heads, head_dim 128 unless given."""
     bias = fields.flag("attention_bias")
-    spec = _common(fields, Defaults(32768, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    spec = _common(fields, Defaults(32768, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm="head")
     return _qwen_window(fields, spec)
 
 
 def qwen3_moe(fields: Fields) -> ModelSpec:
     """Qwen3MoeForCausalLM: Qwen3 with routed experts, without a shared one."""
     bias = fields.flag("attention_bias")
-    spec = _common(fields, Defaults(32768), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    spec = _common(fields, Defaults(32768), qkv_bias=bias, out_bias=bias, qk_norm="head")
     if fields.flag("use_sliding_window"):
         spec = _slide(spec, fields.size("sliding_window", 4096), frozenset(range(spec.layers)))
     moe = MoeSpec(
@@ -184,6 +202,8 @@ def _common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
     if not fields.has("head_dim") and not defaults.head_dim and hidden % heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
     positions = fields.size("max_position_embeddings", defaults.max_position)
+    if "rope" not in facts:
+        facts["rope"] = read_rope(fields, positions, defaults.theta)
     return ModelSpec(
         architecture=architecture_of(fields),
         vocab_size=fields.size("vocab_size"),
@@ -196,7 +216,6 @@ def _common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         activation=activation_of(fields, "silu"),
         norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
         tied=fields.flag("tie_word_embeddings", defaults.tied),
-        rope=read_rope(fields, positions, defaults.theta),
         max_position=positions,
         dtype=dtype_of(fields),
         stored_fp8=fp8_scaling(fields.group("quantization_config")),
@@ -242,17 +261,26 @@ def _slide(spec: ModelSpec, window: int, layers: frozenset[int]) -> ModelSpec:
     return msgspec.structs.replace(spec, sliding_window=window, window_layers=layers)
 
 
+def _layer_types(fields: Fields, spec: ModelSpec) -> list[object]:
+    """What each layer attends to, FULL or SLIDING; empty where the config does not list it."""
+    kinds = fields.array("layer_types")
+    if kinds and len(kinds) != spec.layers:
+        raise fields.wrong("layer_types", f"one entry per layer ({spec.layers})")
+    if not all(kind in (FULL, SLIDING) for kind in kinds):
+        raise fields.wrong("layer_types", f"a list of {FULL} and {SLIDING}")
+    return kinds
+
+
+def _sliding(kinds: Sequence[object]) -> frozenset[int]:
+    return frozenset(i for i, kind in enumerate(kinds) if kind == SLIDING)
+
+
 def _qwen_window(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Dense Qwen: off by default; the layers from `max_window_layers` on, or those `layer_types` names."""
     if not fields.flag("use_sliding_window"):
         return spec
     window = fields.size("sliding_window", 4096)
-    kinds = fields.array("layer_types")
-    if kinds and len(kinds) != spec.layers:
-        raise fields.wrong("layer_types", f"one entry per layer ({spec.layers})")
-    if kinds:
-        return _slide(
-            spec, window, frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-        )
+    if kinds := _layer_types(fields, spec):
+        return _slide(spec, window, _sliding(kinds))
     first = fields.count("max_window_layers", 28)
     return _slide(spec, window, frozenset(range(first, spec.layers)))

@@ -48,6 +48,8 @@ FAMILIES: Mapping[str, Family] = {
         renamed={".block_sparse_moe.": ".mlp."}
         | {f".{theirs}.": f".{ours}." for theirs, ours in _W123.items()},
     ),
+    "Olmo2ForCausalLM": Family(read.olmo2),
+    "Olmo3ForCausalLM": Family(read.olmo3),
     "Phi3ForCausalLM": Family(
         read.phi3,
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},

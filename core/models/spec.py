@@ -20,6 +20,10 @@ Fp8 = Literal["", "rows", "blocks"]
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
+QkNorm = Literal["", "head", "all"]
+"""RMSNorm of queries and of keys, before rope: over head_dim of each head, or over all heads of a token
+together; "": none."""
+
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding and how it is stretched. Fields a kind does not use keep their defaults."""
@@ -104,11 +108,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm over head_dim of every query and key head, before rope."""
+    qk_norm: QkNorm = ""
+    post_norm: bool = False
+    """Norms stand behind attention and MLP, before what these made is added to the residual, not in front."""
     sliding_window: int = 0
     """Positions a token sees, itself included, in `window_layers`; 0: no such layers."""
     window_layers: frozenset[int] = frozenset()
+    window_rope: RopeSpec | None = None
+    """Of `window_layers`; None: `rope`, as of the others."""
     nope_layers: frozenset[int] = frozenset()
     """Layers whose queries and keys are not rotated (NoPE)."""
     embedding_scale: float = 1.0

@@ -7,7 +7,7 @@ import torch
 from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import HeadNorms, Matrix, Rotation
+from gpu.ops.base import HeadNorms, Matrix, Rotation, WideNorms
 from gpu.shard import COLUMN, ROW
 
 
@@ -31,14 +31,23 @@ class Attention:
         out = {"o_proj": spec.hidden}
         self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.fp8, ROW)
         self._norms: HeadNorms | None = None
-        if spec.qk_norm:
-            q, k = (parameters.tensor(f"{prefix}{of}_norm.weight", spec.head_dim) for of in "qk")
+        self._wide: WideNorms | None = None
+        names = f"{prefix}q_norm.weight", f"{prefix}k_norm.weight"
+        if spec.qk_norm == "head":
+            q, k = (parameters.tensor(name, spec.head_dim) for name in names)
             self._norms = (q, k, spec.norm_eps)
+        if spec.qk_norm == "all":
+            q = parameters.tensor(names[0], spec.q_size, split=COLUMN)
+            k = parameters.tensor(names[1], spec.kv_size, split=COLUMN, copies=spec.kv_copies)
+            self._wide = (q, k, spec.norm_eps)
 
     def attend(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
         """Attention output of the heads for `x` [n, inputs]: [n, heads * head_dim]."""
         ops = ctx.ops
-        return ops.attend(self._layer, self._qkv(x, ops), self._heads, rotation, self._norms)
+        qkv = self._qkv(x, ops)
+        if self._wide is not None:
+            ops.norm_wide(qkv, self._wide)
+        return ops.attend(self._layer, qkv, self._heads, rotation, self._norms)
 
     def kv_matrix(self) -> Matrix:
         """The part of the projection that makes keys and values; void once the weights are sealed."""

@@ -23,3 +23,7 @@ class RmsNorm:
         """Add `part`, if any, to `residual` [n, hidden] in place and norm the sum: a new [n, hidden]. The sum
         is also stored in `keep` [n, hidden], whose rows may be strided."""
         return ctx.ops.add_rms_norm(part, residual, self.weight, self.eps, keep)
+
+    def add_to(self, ctx: ForwardContext, residual: torch.Tensor, part: Part) -> None:
+        """Add the norm of `part` to `residual` [n, hidden] in place."""
+        ctx.ops.add_normed(part, residual, self.weight, self.eps)

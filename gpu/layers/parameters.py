@@ -30,10 +30,10 @@ class Parameters:
         self.places: Places = {}
         self.slices: dict[str, Slice] = {}
 
-    def tensor(self, name: str, *shape: int, split: Split | None = None) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, split: Split | None = None, copies: int = 1) -> torch.Tensor:
         """A tensor of its own, uninitialised, of the rank's `shape`."""
         found = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.place(name, found, split)
+        self.place(name, found, split, copies)
         return found
 
     def linear(

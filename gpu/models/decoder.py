@@ -5,7 +5,7 @@ Which facts differ between families stands in `ModelSpec`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -26,13 +26,16 @@ class Layer:
     made: add and norm are one kernel where a device has one.
     """
 
+    norm_names = ("input_layernorm", "post_attention_layernorm")
+
     def __init__(self, spec: ModelSpec, layer: int, parameters: Parameters, inputs: int = 0) -> None:
         """`inputs` as `Attention` takes it."""
         prefix = f"model.layers.{layer}."
         self.number, self._scale = layer, spec.residual_scale
-        self._before = RmsNorm(spec, f"{prefix}input_layernorm", parameters)
+        self._first_norm, self._second_norm = (
+            RmsNorm(spec, prefix + name, parameters) for name in self.norm_names
+        )
         self.attention = Attention(spec, layer, f"{prefix}self_attn.", parameters, inputs)
-        self._after = RmsNorm(spec, f"{prefix}post_attention_layernorm", parameters)
         self._mlp: Mlp | SparseMlp
         self._shared: SharedExpert | None = None
         if spec.moe is not None and layer in spec.moe.layers:
@@ -51,20 +54,43 @@ class Layer:
         before (None in the first layer), is added in place. Rows are independent from here on. A draft model
         reads the sum in `ctx.aux`, where the kernel of the norm stores it."""
         places = [] if ctx.aux is None else ctx.aux.places(self.number, len(residual))
-        x = self._before(ctx, part, residual, *places[:1])
+        x = self._first_norm(ctx, part, residual, *places[:1])
         for again in places[1:]:
             again.copy_(places[0])
         return self.attention.attend(ctx, rotation, x)
 
-    def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part:
+    def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part | None:
         """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
-        `found` is added in place."""
+        `found` is added in place; None where the output is, too."""
         x = scaled(self.attention.project(ctx, found), self._scale)
-        x = self._after(ctx, x, residual)
+        x = self._second_norm(ctx, x, residual)
         made = self._mlp(ctx, x)
         if self._shared is not None:
             residual.add_(self._shared(ctx, x))
         return made if isinstance(made, PendingExperts) else scaled(made, self._scale)
+
+
+class PostNormLayer(Layer):
+    """Attention and MLP, each in front of a norm of what it made.
+
+    The norm adds that to the residual in one kernel, and what comes next reads the residual as it is.
+    """
+
+    norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def attend(
+        self, ctx: ForwardContext, rotation: Rotation, part: Part | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Layer.attend`; there is no `part`."""
+        if ctx.aux is not None:
+            for place in ctx.aux.places(self.number, len(residual)):
+                place.copy_(residual)
+        return self.attention.attend(ctx, rotation, residual)
+
+    def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> None:
+        """See `Layer.transform`."""
+        self._first_norm.add_to(ctx, residual, self.attention.project(ctx, found))
+        self._second_norm.add_to(ctx, residual, self._mlp(ctx, residual))
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -95,7 +121,8 @@ class Decoder(CausalModel):
         shape = LoraShape({table: spec.hidden}, spec.vocab_rows, slices=slices)
         parameters.adaptable.append(Adaptable(shape, self._adapt_table))
         self._norm = RmsNorm(spec, "model.norm", parameters)
-        self._layers = [Layer(spec, layer, parameters) for layer in range(spec.layers)]
+        kind = PostNormLayer if spec.post_norm else Layer
+        self._layers = [kind(spec, layer, parameters) for layer in range(spec.layers)]
         heads = {
             "generate": {"lm_head": spec.vocab_rows},
             "classify": {"score": len(spec.pooling.labels)},
@@ -107,11 +134,13 @@ class Decoder(CausalModel):
             self._head.matrix = Matrix(self.embedding)
             del parameters.places["lm_head.weight"]
         self._rope = Rope(spec.rope, spec.head_dim, dtype, device)
+        self._window_rope: Rope | None = None
+        if spec.window_rope is not None:
+            self._window_rope = Rope(spec.window_rope, spec.head_dim, dtype, device)
 
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
-        rotation = self._rope(ctx)
-        still = unrotated(rotation) if self.spec.nope_layers else rotation
+        rotations = self._rotations(ctx)
         residual = ctx.ops.embed(self.embedding, ids, self._table_lora)
         if ctx.embedded is not None:
             residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
@@ -120,8 +149,7 @@ class Decoder(CausalModel):
         aux, wanted = ctx.aux, ctx.wanted
         final = aux is not None and not aux.layers
         for layer in self._distinct(aux) if ctx.brief else self._layers:
-            turned = still if layer.number in self.spec.nope_layers else rotation
-            found = layer.attend(ctx, turned, part, residual)
+            found = layer.attend(ctx, rotations[layer.number], part, residual)
             if wanted is not None and not final and layer is self._layers[-1]:
                 # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.
                 found, residual = (rows.index_select(0, wanted) for rows in (found, residual))
@@ -132,6 +160,16 @@ class Decoder(CausalModel):
             aux.out[: len(hidden)].copy_(hidden)
             hidden = hidden if wanted is None else hidden.index_select(0, wanted)
         return hidden
+
+    def _rotations(self, ctx: ForwardContext) -> Mapping[int, Rotation]:
+        """By layer."""
+        spec, rotation = self.spec, self._rope(ctx)
+        found = dict.fromkeys(range(spec.layers), rotation)
+        if self._window_rope is not None:
+            found |= dict.fromkeys(spec.window_layers, self._window_rope(ctx))
+        if spec.nope_layers:
+            found |= dict.fromkeys(spec.nope_layers, unrotated(rotation))
+        return found
 
     def _distinct(self, aux: AuxStates | None) -> list[Layer]:
         """The layers that together launch every kernel: one whose input is kept has another norm."""

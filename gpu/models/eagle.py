@@ -43,14 +43,14 @@ class _Fused(Layer):
     @property
     def norms(self) -> PairNorms:
         """Of the embedding and of the hidden state."""
-        return self._before.weight, self._hidden_norm.weight, self._before.eps
+        return self._first_norm.weight, self._hidden_norm.weight, self._first_norm.eps
 
 
 class _Made(NamedTuple):
     """What layers make: `part` is to be added to `residual`, in operations of `ctx`."""
 
     ctx: ForwardContext
-    part: Part
+    part: Part | None
     residual: Tensor
 
 

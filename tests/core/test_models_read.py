@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import ModelError
-from core.models import ModelSpec, read_spec
+from core.models import ModelSpec, RopeSpec, read_spec
 from core.models.registry import FAMILIES
 from tests.rigs.model_config import BASE
 
@@ -126,6 +126,80 @@ def test_a_config_of_qwen15_moe() -> None:
     assert [slides.window(i) for i in (0, 1, 20, 22)] == [32768, 0, 32768, 0]
     with pytest.raises(ModelError, match="layer_types"):
         read_spec({**QWEN15_MOE, "use_sliding_window": True, "layer_types": ["full_attention"]})
+
+
+OLMO_2: dict[str, object] = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": False, "vocab_size": 100352,
+}  # fmt: skip
+"""As allenai/OLMo-2-1124-7B-Instruct has it, the next as allenai/Olmo-3-7B-Instruct."""
+OLMO_3: dict[str, object] = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "dtype": "bfloat16", "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
+    "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "use_cache": False,
+    "vocab_size": 100278,
+}  # fmt: skip
+
+
+def test_a_config_of_olmo_2() -> None:
+    got = read_spec(OLMO_2)
+    assert got.post_norm and got.qk_norm == "all" and not (got.qkv_bias or got.out_bias or got.window(0))
+    assert (got.rope.kind, got.rope.theta, got.norm_eps, got.context_length) == ("none", 5e5, 1e-6, 4096)
+    assert got.num_parameters() == pytest.approx(7.299e9, rel=0.001)
+
+
+def test_a_config_of_olmo_3() -> None:
+    got = read_spec(OLMO_3)
+    assert got.post_norm and got.qk_norm == "all" and got.context_length == 65536
+    assert [got.window(i) for i in range(5)] == [4096, 4096, 4096, 0, 4096]
+    assert (got.rope.kind, got.rope.factor, got.rope.original_max) == ("yarn", 8.0, 8192)
+    assert got.window_rope == RopeSpec(theta=5e5)
+    assert got.num_parameters() == pytest.approx(7.298e9, rel=0.001)
+    without = {name: value for name, value in OLMO_3.items() if name not in ("layer_types", "rope_theta")}
+    assert read_spec(without) == got
+    slower = read_spec({**OLMO_3, "rope_theta": 1e6})
+    assert slower.rope.theta == 1e6 and slower.window_rope == RopeSpec(theta=1e6)
+
+
+def test_olmo_3_of_transformers_5_has_a_rope_for_each_type() -> None:
+    scaling = OLMO_3["rope_scaling"]
+    assert isinstance(scaling, dict)
+    ropes = {
+        "full_attention": {"rope_theta": 500000, **scaling},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000},
+    }
+    later = {name: value for name, value in OLMO_3.items() if not name.startswith("rope_")}
+    assert read_spec({**later, "rope_parameters": ropes}) == read_spec(OLMO_3)
+    assert read_spec({**OLMO_3, "rope_scaling": None}).window_rope is None  # one rotation for all layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 32}, "layer_types"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "rope_scaling: rope_type"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "2d"}}}, "rope_parameters: rope_type"),
+    ],
+)
+def test_errors_of_olmo_3_name_the_field(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        read_spec({**OLMO_3, **changes})
 
 
 def test_a_config_of_mixtral() -> None:

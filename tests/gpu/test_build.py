@@ -71,6 +71,8 @@ def test_longrope_stretches_as_much_as_the_context_needs(tmp_path: Path) -> None
     assert (short.rope.long, long.rope.long) == (False, True) and spec == long
     turns = torch.tensor(long.rope.long_factors) / torch.tensor(long.rope.short_factors)
     torch.testing.assert_close(frequencies(short.rope, 12), frequencies(long.rope, 12) * turns)
+    windowed = fit_rope(msgspec.structs.replace(spec, window_rope=long.rope), 16)
+    assert windowed.window_rope == windowed.rope == short.rope
     plain = spec_of(tiny_model.build("llama", tmp_path / "llama").path)
     assert fit_rope(plain, 16) == plain
 

@@ -101,6 +101,8 @@ def answers(path: Path, tp: int, depth: int = 1) -> list[Answer]:
         ("qwen2-moe", 2, {}),
         ("phi3", 2, {}),
         ("granite", 2, {}),
+        ("olmo2-yarn", 2, {}),
+        ("olmo3", 4, {}),
         ("qwen3-moe-mixed", 2, {}),
         ("qwen3-moe", 4, {}),
     ],

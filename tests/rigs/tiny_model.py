@@ -32,6 +32,7 @@ def _rope(kind: str, **more: object) -> dict[str, Any]:
 _LLAMA3 = _rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 _FACTORS = {"short_factor": [1.0 + i / 9 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 """For half of the 12 dimensions that are rotated of a head of 16."""
 _MOE: dict[str, Any] = {
@@ -48,7 +49,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3": ("Llama", {**_LLAMA3, "head_dim": 24}),
     "llama-linear": ("Llama", _rope("linear", factor=4.0)),
     "llama-dynamic": ("Llama", {**_rope("dynamic", factor=4.0), "max_position_embeddings": 48}),
-    "llama-yarn": ("Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "llama-yarn": ("Llama", _YARN),
     "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
     "mistral-full": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -86,6 +87,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.125,
             "logits_scaling": 2.0,
             "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-yarn": (
+        "Olmo2",
+        {
+            **_YARN,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "full_attention": _YARN["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 32, "num_hidden_layers": 2}),

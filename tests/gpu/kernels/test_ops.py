@@ -53,7 +53,8 @@ ROWS = 4
 
 def build(variant: str, folder: Path) -> Path:
     """A checkpoint of two layers, because the interpreter is slow."""
-    more = {"layer_types": ["sliding_attention", "full_attention"]} if variant == "qwen3-window" else {}
+    windowed = variant in ("olmo3", "qwen3-window")
+    more = {"layer_types": ["sliding_attention", "full_attention"]} if windowed else {}
     return tiny_model.build(variant, folder, num_hidden_layers=2, **more).path
 
 
@@ -139,6 +140,7 @@ FAMILIES = (
     "llama-llama3",  # head_dim 24
     "llama-dynamic",
     "mistral",
+    "olmo3",
     "qwen2",
     "qwen3-window",
     "qwen3-moe",
