@@ -91,7 +91,7 @@ class Submitter:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {job.n}.", "n")
         if job.max_tokens != 0 and not self._generates:
             raise RequestError("This model does not generate text.", "model", "unsupported_model")
-        key = job.root.tenant, job.id
+        key = job.owner, job.id
         if key in self._runs:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
         self._adapters.acquire(job.root.adapter)

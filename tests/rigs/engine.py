@@ -177,7 +177,7 @@ class FakeRun:
         self.sink(index, piece)
         if not self.open:
             self.done.set()
-            self.engine.live.pop((self.job.root.tenant, self.job.id), None)
+            self.engine.live.pop((self.job.owner, self.job.id), None)
 
     async def speak(self) -> None:
         """Generate all choices in lockstep, one word per iteration of the event loop."""
@@ -243,7 +243,7 @@ class FakeEngine:
             await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
-        key = job.root.tenant, job.id
+        key = job.owner, job.id
         if key in self.live:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
         run = FakeRun(self, job, *self._complete(job), sink)

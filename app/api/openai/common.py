@@ -20,6 +20,7 @@ from app.api.request.sampling import (
 )
 from app.api.request.schema import ChatBody, CompletionBody, Generation
 from app.engine.job import Job
+from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import field_error, unsupported
 
@@ -85,6 +86,7 @@ def base_job(
         grammar=constraint_of(body),
         priority=priority(body.priority),
         root=root,
+        owner=tenant(),
         keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
         beam=beam_options(body),
     )

@@ -18,6 +18,7 @@ from app.api.request.sampling import MAX_CHOICES, check_count, job_id, priority,
 from app.api.request.schema import Int
 from app.engine.job import Job, Run
 from app.http.delivery import Collector, running
+from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import ContextExceeded, EngineFailed, RequestError
 from core.models import Pooling, PoolingSpec
@@ -170,6 +171,7 @@ async def run_pooled(
         ignore_eos=True,
         priority=priority(body.priority),
         root=root_key(loaded, body.cache_salt, body.extra_key),
+        owner=tenant(),
     )
     done = Pooled(base.id, [])
     async for run in finished_runs(_jobs(inputs, base), loaded):

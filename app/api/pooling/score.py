@@ -22,6 +22,7 @@ from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available, job_id, priority, root_key
 from app.api.request.schema import Int
 from app.engine.job import Job, Run
+from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import ContextExceeded, EngineFailed, RequestError
 from core.request import SamplingParams
@@ -134,6 +135,7 @@ def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
         seed=0,
         priority=priority(body.priority),
         root=root_key(loaded, body.cache_salt, body.extra_key),
+        owner=tenant(),
     )
     return ScoreRequest(body.query, items, body.item_first is True, labels, base)
 

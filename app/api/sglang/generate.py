@@ -131,6 +131,7 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: EmbeddedPrompts | None 
         bad_words=bad_words(sampling, _IN) or bad_words(body),
         grammar=constraint_of(body, sampling),
         priority=priority(body.priority),
+        owner=tenant(),
     )
     roots = _roots(body, loaded, len(prompts))
     jobs = []
