@@ -22,8 +22,10 @@ from app.engine.gc import Housekeeping
 from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.engine.watchdog import Watchdog
+from app.http.keys import KEYS
 from app.http.middleware import log_requests
 from app.http.server import Runner
+from app.http.tenant import Keys
 from app.listen import Address, listen
 from app.process import FAILED, HUNG, begin, leave, raise_file_limit
 from app.service import Health, Phase, Service
@@ -89,6 +91,8 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         application = make_app(self._service, serve)
+        if serve.api_keys_file:
+            loop.add_signal_handler(signal.SIGHUP, reload_keys, application[KEYS])
         runner = Runner(application, shutdown_timeout=SHUTDOWN_GRACE)
         await runner.setup()
         try:
@@ -182,11 +186,20 @@ class Server:
         return work.result() if work.done() else None
 
 
+def reload_keys(keys: Keys) -> None:
+    """Read the file of keys again; a wrong one changes nothing."""
+    try:
+        log.info("API keys: %s", keys.reload())
+    except ConfigError as error:
+        log.error("the API keys stay as they were: %s", error)
+
+
 def public_settings(config: Config) -> dict[str, object]:
     """The settings that clients may see: no API keys, no addresses of other hosts, and only the last part of
     paths on this machine."""
     settings: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     del settings["serve"]["api_key"]
+    del settings["serve"]["api_keys_file"]
     del settings["lora"]["lora_root"]
     del settings["parallel"]["dist_init_addr"]
     settings["lora"]["lora"] = [adapter.name for adapter in adapters_at_start(config.lora)]

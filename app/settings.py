@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from app.flags import FileFlags, Given, Group, NoFlags, Parser
+from app.http import key_file
 from app.process import invocation
 from app.sources import gather
 from core.adapters import adapters_at_start
@@ -154,6 +155,8 @@ def settings(parser: Parser, given: Given) -> Config:
         check_nodes(config.parallel)
         check_speculation(config.speculative)
         adapters_at_start(config.lora)
+        if config.serve.api_keys_file:
+            key_file.read(config.serve.api_keys_file, config.serve.api_key)
     except ConfigError as error:
         parser.error(str(error))
     if (size := config.cache.page_size) & (size - 1):

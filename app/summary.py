@@ -33,7 +33,7 @@ def _curl(address: Address, serve: ServeConfig, loaded: Loaded) -> str:
         words += ["--cacert", serve.ssl_certfile]
     words += ["-H", "Content-Type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(body)])
-    return line + ' -H "Authorization: Bearer $LOOM_API_KEY"' if serve.api_key else line
+    return line + ' -H "Authorization: Bearer $LOOM_API_KEY"' if serve.keyed else line
 
 
 def _request(loaded: Loaded) -> tuple[str, dict[str, object]]:

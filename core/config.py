@@ -329,6 +329,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         "are separate for each key; none: no authentication",
         "KEY",
     ] = ()
+    api_keys_file: Annotated[
+        str,
+        "TOML file with a table for each API key, and with its limits, models, priority and whether it may "
+        "control the server; read again on SIGHUP",
+        "FILE",
+    ] = ""
     control_routes: Annotated[
         bool, "serve the routes that pause, put to sleep, profile and reload the server"
     ] = False
@@ -388,6 +394,11 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         bool,
         "log a line of level info for each request: client, path, status, tokens and times, never its text",
     ] = False
+
+    @property
+    def keyed(self) -> bool:
+        """Whether clients must send an API key."""
+        return bool(self.api_key or self.api_keys_file)
 
 
 LEAST_STEP = 16

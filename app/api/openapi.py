@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from app.api.admin.admin import health
-from app.api.request.routing import Facts, Route, Routes, Schema
+from app.api.request.routing import Facts, Route, Routes, Schema, runs
 from app.http.errors import ERRORS
 from app.http.keys import SERVE
 from app.http.middleware import OPEN_PATHS, error_class
@@ -67,7 +67,7 @@ _KEYS: Mapping[str, Schema] = {
 async def openapi(request: web.Request) -> web.StreamResponse:
     """This document. Made on the first request."""
     serve = request.app[SERVE]
-    body = encoded(request.app[DOCUMENTED], bool(serve.api_key), root_path(serve))
+    body = encoded(request.app[DOCUMENTED], serve.keyed, root_path(serve))
     return web.Response(body=body, content_type="application/json")
 
 
@@ -174,8 +174,9 @@ def _statuses(path: str, facts: Facts) -> set[int]:
         statuses.add(401)
     if "body" in facts or "form" in facts:
         statuses.update(WITH_BODY)
-    streams = "body" in facts and (facts.get("streams") or facts.get("lines"))
-    if streams or facts.get("runs"):
+    if facts.get("admin"):
+        statuses.add(403)
+    if runs(facts):
         statuses.update((404, 429))
     if "{" in path or ("body" in facts and "model" in facts["body"].__struct_fields__):
         statuses.add(404)

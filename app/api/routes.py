@@ -21,16 +21,15 @@ from app.api.responses import routes as responses
 from app.api.responses.background import RESPONSES, Responses
 from app.api.responses.store import Store as ResponseStore
 from app.api.sglang import generate, parsing, sessions
-from app.api.sglang.session_tree import MAX_SESSIONS, Sessions
 from app.api.vllm import chat_batch, derender, inference, render
 from app.batch import Batches, Store
 from app.http.burst import Burst
 from app.http.intake import MAX_HELD, Intake
-from app.http.keys import BURST, INTAKE, REQUEST_COUNTS, SERVE, SERVICE
-from app.http.middleware import decorate, expect, make_middleware
+from app.http.keys import BURST, INTAKE, KEYS, REQUEST_COUNTS, SERVE, SERVICE
+from app.http.middleware import decorate, edge, expect
 from app.http.tenant import Keys
 from app.service import Service
-from core.clock import monotonic
+from core.clock import Clock, monotonic
 from core.config import ServeConfig
 from core.env import cache_dir
 
@@ -64,20 +63,19 @@ TABLE: tuple[Route, ...] = (
 )
 
 
-def make_app(service: Service, serve: ServeConfig) -> web.Application:
-    """The application, for `app.http.server.Runner`."""
-    keys = Keys(serve.api_key)
-    app = web.Application(middlewares=[make_middleware(keys)])
+def make_app(service: Service, serve: ServeConfig, clock: Clock = monotonic) -> web.Application:
+    """The application, for `app.http.server.Runner`. Raises `ConfigError` for a file of keys."""
+    app = web.Application(middlewares=[edge])
+    keys = app[KEYS] = Keys(serve.api_key, serve.api_keys_file, clock)
     app[SERVICE] = service
     app[SERVE] = serve
     app[BURST] = Burst()
     app[REQUEST_COUNTS] = Counter()
-    app[INTAKE] = Intake(max(MAX_HELD, 4 * serve.max_body), monotonic)
+    app[INTAKE] = Intake(max(MAX_HELD, 4 * serve.max_body), clock)
     data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
-    app[BATCHES] = Batches(Store(data), ANSWERS)
+    app[BATCHES] = Batches(Store(data), ANSWERS, keys)
     app[RESPONSES] = Responses(ResponseStore(data, serve.response_store))
-    share = max(MAX_SESSIONS // len(keys.tenants), 1)
-    app[sessions.SESSIONS] = {each: Sessions(monotonic, share) for each in keys.tenants}
+    app[sessions.SESSIONS] = sessions.TenantSessions(keys, clock)
     app.on_cleanup.append(_close)
     app.on_response_prepare.append(decorate)
     app[openapi.DOCUMENTED] = TABLE

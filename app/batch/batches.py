@@ -16,7 +16,8 @@ from app.batch.capacity import BackgroundCapacity
 from app.batch.records import Batch
 from app.batch.store import Disk, Page, Store
 from app.batch.work import Answers, Work
-from app.http.tenant import as_tenant
+from app.http.limits import Permit
+from app.http.tenant import Keys, acting
 from app.service import Service
 from core.errors import LoomError, RequestError
 
@@ -37,8 +38,9 @@ class Batches:
     Owner: event loop.
     """
 
-    def __init__(self, store: Store, answers: Answers) -> None:
+    def __init__(self, store: Store, answers: Answers, keys: Keys) -> None:
         self.store = store
+        self._keys = keys
         self._answers = answers
         self._new = asyncio.Event()
         self._work: Work | None = None
@@ -136,7 +138,7 @@ class Batches:
                     self._work = Work(owner, batch, self.store, self._answers, service, capacity)
                     # It may have been cancelled on disk before it became `_work`.
                     if (await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))).active:
-                        with as_tenant(owner):
+                        with acting(Permit(self._keys.owner(owner))):
                             await self._attempt(self._work)
                     self._work = None
             except (OSError, sqlite3.Error, LoomError) as error:

@@ -92,10 +92,10 @@ def _port(config: Config) -> Iterable[str]:
     with bind(serve.host, serve.port) as listener:
         listener.listen()
         host, port = listener.getsockname()[:2]
-    if not serve.api_key and not serve.host.startswith("127.") and serve.host not in ("localhost", "::1"):
+    if not serve.keyed and not serve.host.startswith("127.") and serve.host not in ("localhost", "::1"):
         raise ConfigError(
-            f"--host {serve.host} is open to other machines without an API key. Set LOOM_API_KEY, or leave "
-            "--host out."
+            f"--host {serve.host} is open to other machines without an API key. Set LOOM_API_KEY or "
+            "--api-keys-file, or leave --host out."
         )
     return [f"{host} port {port} is free"]
 

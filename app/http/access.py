@@ -11,6 +11,7 @@ from aiohttp import web
 
 from app.engine.job import Run
 from app.http.keys import REQUEST_ID
+from app.http.tenant import permit
 
 
 class Usage(msgspec.Struct):
@@ -32,8 +33,15 @@ class Usage(msgspec.Struct):
 _usage: ContextVar[Usage | None] = ContextVar("usage", default=None)
 
 
+def begun(run: Run) -> None:
+    """Count the prompt of a job that was queued to the current request's API key."""
+    permit().use(prompt=len(run.prompt))
+
+
 def used(run: Run) -> None:
-    """Count a job that has ended to the current request. No effect where there is none (`app.offline`)."""
+    """Count a job that has ended to the current request, if there is one (`app.offline` has none), and what
+    it made to its API key."""
+    permit().use(output=run.output_tokens)
     if (usage := _usage.get()) is not None:
         usage.add(run)
 

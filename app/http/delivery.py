@@ -14,7 +14,7 @@ import msgspec
 
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Generator, Job, Piece, Run, Sink
-from app.http.access import used
+from app.http.access import begun, used
 from app.http.aside import MANY, aside
 from app.http.burst import Write
 from app.http.sse import EventStream
@@ -305,6 +305,7 @@ async def running(engine: Generator, jobs: Sequence[Job], sink: Sink) -> AsyncIt
     try:
         for job in jobs:
             runs.append(await engine.start(job, _shifted(sink, base) if base else sink))
+            begun(runs[-1])
             base += job.n
             if base < total:
                 await asyncio.sleep(0)  # encoding thousands of short prompts in one go is a long slice

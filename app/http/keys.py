@@ -8,6 +8,8 @@ from aiohttp import web
 
 from app.http.burst import Burst
 from app.http.intake import Intake
+from app.http.limits import Permit
+from app.http.tenant import Keys
 from app.service import Service
 from core.config import ServeConfig
 
@@ -19,7 +21,9 @@ BURST = web.AppKey("burst", Burst)
 INTAKE = web.AppKey("intake", Intake)
 REQUEST_COUNTS = web.AppKey("request_counts", RequestCounts)
 SERVE = web.AppKey("serve", ServeConfig)
+KEYS = web.AppKey("keys", Keys)
 REQUEST_ID = web.RequestKey("request_id", str)
+PERMIT = web.RequestKey("permit", Permit)
 BODY = web.RequestKey("body", bytes)
 """Kept where two handlers decode it."""
 WARNINGS = web.RequestKey("warnings", list[str])

@@ -9,13 +9,14 @@ import secrets
 import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from app.http.access import Usage, entry, measured
 from app.http.errors import AnthropicError, CohereError, Error, ErrorShape, HttpError, OllamaError, fault
-from app.http.keys import REQUEST_COUNTS, REQUEST_ID, WARNINGS
+from app.http.keys import KEYS, PERMIT, REQUEST_COUNTS, REQUEST_ID, WARNINGS
+from app.http.limits import NOBODY, Permit
 from app.http.reply import error_response
-from app.http.tenant import Keys, as_tenant
+from app.http.tenant import acting
 from app.logs import FIELDS
 from app.warning import HEADER, header_value, warnings
 from core.clock import monotonic
@@ -52,7 +53,11 @@ ALLOWED_HEADERS = (
     "X-Stainless-Retry-Count, X-Stainless-Runtime, X-Stainless-Runtime-Version, X-Stainless-Timeout, "
     "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access, X-Data-Parallel-Rank"
 )
-EXPOSED_HEADERS = f"X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry, {HEADER}"
+EXPOSED_HEADERS = (
+    f"X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry, {HEADER}, "
+    "X-RateLimit-Limit-Requests, X-RateLimit-Remaining-Requests, X-RateLimit-Reset-Requests, "
+    "X-RateLimit-Limit-Tokens, X-RateLimit-Remaining-Tokens, X-RateLimit-Reset-Tokens"
+)
 
 
 def log_requests(on: bool) -> None:
@@ -66,40 +71,38 @@ def sent_key(request: web.Request) -> str:
     return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
 
 
-def _admit(request: web.Request, keys: Keys) -> str:
-    """The tenant of a request. Raises `HttpError` 401 for a wrong key."""
-    found = keys.tenant(sent_key(request))
-    if found is None and request.path not in OPEN_PATHS:
+def _permit(request: web.Request) -> Permit:
+    """For the account of a request. Raises `HttpError` 401 for a wrong key."""
+    found = request.app[KEYS].find(sent_key(request))
+    if found is None and request.path in OPEN_PATHS:
+        found = NOBODY.account
+    if found is None:
         raise HttpError(
             401,
             "Incorrect API key provided. Send it as 'Authorization: Bearer KEY'.",
             "invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    return found or ""
+    return Permit(found)
 
 
-def make_middleware(keys: Keys) -> Middleware:
+@web.middleware
+async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The only middleware: turns everything but a disconnect into an answer."""
-
-    @web.middleware
-    async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
-        started, usage = monotonic(), Usage()
-        request[REQUEST_ID] = _request_id(request)
-        status = CLIENT_GONE
-        try:
-            with warnings() as request[WARNINGS], measured(usage):
-                response = await _answer(request, handler, keys)
-            status = response.status
-            return response
-        finally:
-            _count(request, status)
-            level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
-            if log.isEnabledFor(level):
-                line = entry(request, status, usage, started, monotonic())
-                log.log(level, "%s", line, extra={FIELDS: msgspec.to_builtins(line)})
-
-    return edge
+    started, usage = monotonic(), Usage()
+    request[REQUEST_ID] = _request_id(request)
+    status = CLIENT_GONE
+    try:
+        with warnings() as request[WARNINGS], measured(usage):
+            response = await _answer(request, handler)
+        status = response.status
+        return response
+    finally:
+        _count(request, status)
+        level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
+        if log.isEnabledFor(level):
+            line = entry(request, status, usage, started, monotonic())
+            log.log(level, "%s", line, extra={FIELDS: msgspec.to_builtins(line)})
 
 
 def _count(request: web.Request, status: int) -> None:
@@ -111,11 +114,11 @@ def _count(request: web.Request, status: int) -> None:
     request.app[REQUEST_COUNTS][handler, method, status] += 1
 
 
-async def _answer(request: web.Request, handler: Handler, keys: Keys) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if request.method == "OPTIONS":
             return _preflight(request)
-        with as_tenant(_admit(request, keys)):
+        with acting(_permit(request)) as request[PERMIT]:
             return await handler(request)
     except LoomError as error:
         return _error(request, error)
@@ -126,6 +129,9 @@ async def _answer(request: web.Request, handler: Handler, keys: Keys) -> web.Str
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
         return _error(request, RuntimeError())
+    finally:
+        if PERMIT in request:
+            request[PERMIT].release()
 
 
 def _error(request: web.Request, error: Exception) -> web.Response:
@@ -180,6 +186,8 @@ async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "loom"
     response.headers["Access-Control-Allow-Origin"] = "*"
     response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+    if (permit := request.get(PERMIT)) is not None:
+        response.headers.update(permit.account.headers())
     if texts := request.get(WARNINGS):
         response.headers[HEADER] = header_value(texts)
 

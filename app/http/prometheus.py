@@ -24,6 +24,7 @@ from prometheus_client.core import (
 )
 
 from app.http.keys import RequestCounts
+from app.http.limits import Account
 from app.service import Loaded, Phase, Service
 from core.stats import DraftStatistics, EngineStatistics, Histogram, Histograms, SchedulerStatistics
 
@@ -120,8 +121,10 @@ class Scrape:
     Made on the event loop, where the statistics are read; `collect` may run in any thread.
     """
 
-    def __init__(self, service: Service, requests: RequestCounts, version: str) -> None:
-        process = (*_process(service, version), *_http(requests))
+    def __init__(
+        self, service: Service, requests: RequestCounts, accounts: Sequence[Account], version: str
+    ) -> None:
+        process = (*_process(service, version), *_http(requests), *_keys(accounts))
         self._figures: list[tuple[Labelled, ...]] = [(({}, each),) for each in process]
         if service.health.phase in (Phase.READY, Phase.DRAINING):
             replicas = enumerate(service.loaded.engine.statistics())
@@ -134,9 +137,11 @@ class Scrape:
             yield from metrics(replicas)
 
 
-async def exposition(service: Service, requests: RequestCounts, version: str) -> bytes:
+async def exposition(
+    service: Service, requests: RequestCounts, accounts: Sequence[Account], version: str
+) -> bytes:
     """All of `/metrics`. Formatted in a thread: it takes longer than the loop may be held."""
-    return await asyncio.to_thread(generate_latest, Scrape(service, requests, version))
+    return await asyncio.to_thread(generate_latest, Scrape(service, requests, accounts, version))
 
 
 def metrics(replicas: Sequence[Labelled]) -> Iterator[Metric]:
@@ -178,6 +183,19 @@ def _http(requests: RequestCounts) -> Iterator[Figure]:
     for (handler, method, status), n in requests.items():
         classes[handler, method, f"{status // 100}xx"] += n
     yield Figure("counter", "http_requests_total", text, list(classes.items()), labels)
+
+
+def _keys(accounts: Sequence[Account]) -> Iterator[Figure]:
+    """Of the keys of --api-keys-file, by the names of their tables."""
+    named = [each for each in accounts if each.terms.name]
+    figures: tuple[tuple[str, str, Callable[[Account], int]], ...] = (
+        ("loom_key_requests_total", "Requests that were admitted, by API key.", lambda a: a.requests),
+        ("loom_key_limited_total", "Requests over a limit, by API key.", lambda a: a.limited),
+        ("loom_key_prompt_tokens_total", "Prompt tokens, by API key.", lambda a: a.prompt_tokens),
+        ("loom_key_output_tokens_total", "Generated tokens, by API key.", lambda a: a.output_tokens),
+    )
+    for name, text, value in figures if named else ():
+        yield Figure("counter", name, text, [((a.terms.name,), value(a)) for a in named], ("key",))
 
 
 def _replica(service: Service, number: int, s: EngineStatistics) -> Iterator[Labelled]:

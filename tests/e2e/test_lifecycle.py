@@ -140,3 +140,26 @@ async def test_the_drain_deadline_ends_streams_with_an_error_event(
         assert events[-1] == "[DONE]"
         assert server.wait() == 0
         assert "POST /v1/completions 200" in server.log()
+
+
+async def test_a_hangup_reads_the_keys_again(
+    model: Path, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[keys.alice]\nkey = "a"\n')
+    with serving(*flags(model), "--api-keys-file", str(file)) as server:
+        await server.ready(session)
+
+        async def status(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.get(f"{server.url}/v1/models", headers=headers) as answer:
+                return answer.status
+
+        assert (await status("a"), await status("b")) == (200, 401)
+        file.write_text('[keys.bob]\nkey = "b"\n')
+        server.signal(signal.SIGHUP)
+        async with asyncio.timeout(PATIENCE):
+            while await status("b") != 200:
+                await asyncio.sleep(0.01)
+        assert await status("a") == 401
+        assert "API keys: removed alice; added bob" in server.log()

@@ -53,6 +53,7 @@ class Rig:
         pages: int = 513,
         replicas: int = 1,
         keys: tuple[str, ...] = (),
+        keys_file: str = "",
         **schedule: Any,
     ) -> None:
         capabilities = Capabilities(
@@ -84,7 +85,9 @@ class Rig:
         self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
         self.capacity = BackgroundCapacity(self.replicas)
         self.service = Service({})
-        self.app = make_app(self.service, ServeConfig(data_dir=str(data), api_key=keys))
+        self.app = make_app(
+            self.service, ServeConfig(data_dir=str(data), api_key=keys, api_keys_file=keys_file)
+        )
         self.keys = keys
         self.batches = self.app[BATCHES]
         self.data = data

@@ -20,6 +20,7 @@ from app.http.keys import INTAKE
 from app.http.server import Runner
 from app.parsers.registry import REASONING, TOOLS, ToolFamily
 from app.service import Loaded, ModelCard, Phase, Service
+from core.clock import Clock, monotonic
 from core.config import ServeConfig
 from core.errors import LoomError
 from tests.rigs.engine import CONTEXT, WIDTH, FakeEngine, FakeRun
@@ -95,14 +96,19 @@ async def starting(tmp_path: Path) -> AsyncIterator[Start]:
     services: list[Service] = []
     sessions: list[aiohttp.ClientSession] = []
 
-    async def start(serve: ServeConfig = ServeConfig(), ready: bool = True, sndbuf: int = 0) -> Server:  # noqa: B008
+    async def start(
+        serve: ServeConfig = ServeConfig(),  # noqa: B008
+        ready: bool = True,
+        sndbuf: int = 0,
+        clock: Clock = monotonic,
+    ) -> Server:
         engine = FakeEngine()
         service = Service({"device": "cpu"})
         if ready:
             service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))
         data = serve.data_dir or str(tmp_path / f"data{len(runners)}")
         serve = msgspec.structs.replace(serve, data_dir=data)
-        runner = Runner(make_app(service, serve), shutdown_timeout=1.0)
+        runner = Runner(make_app(service, serve, clock), shutdown_timeout=1.0)
         await runner.setup()
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))

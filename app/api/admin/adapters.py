@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from app.api.request.routing import Routes
-from app.api.request.sampling import available
+from app.api.request.sampling import accepting
 from app.engine.adapters import Adapters
 from app.http.keys import SERVE
 from app.service import Loaded, Service
@@ -31,7 +31,7 @@ class UnloadBody(msgspec.Struct, kw_only=True):
 
 def _model(service: Service, *_: object) -> Loaded:
     """The body's `lora_path` is no adapter to select."""
-    return available(service, None)
+    return accepting(service)
 
 
 def _adapters(loaded: Loaded) -> Adapters:
@@ -57,7 +57,7 @@ async def _unload(body: UnloadBody, loaded: Loaded) -> str:
 def _listed(request: web.Request, loaded: Loaded) -> object:
     """SGLang's answer. With an API key names stand for paths, which clients should not learn."""
     listed = _adapters(loaded).listed
-    hidden = bool(request.app[SERVE].api_key)
+    hidden = bool(request.app[SERVE].keyed)
     loaded_adapters = {each.name: each.name if hidden else each.path for each in listed}
     return {"success": True, "loaded_adapters": loaded_adapters}
 
@@ -67,6 +67,7 @@ def _listed(request: web.Request, loaded: Loaded) -> object:
     "/load_lora_adapter",
     needed="lora_name lora_path",
     has="success loaded_adapters",
+    admin=True,
     model=_model,
 )
 async def load(request: web.Request, body: LoadBody, loaded: Loaded) -> object:
@@ -81,6 +82,7 @@ async def load(request: web.Request, body: LoadBody, loaded: Loaded) -> object:
     needed="lora_name",
     has="success loaded_adapters",
     errors=(404,),
+    admin=True,
     model=_model,
 )
 async def unload(request: web.Request, body: UnloadBody, loaded: Loaded) -> object:
@@ -90,7 +92,12 @@ async def unload(request: web.Request, body: UnloadBody, loaded: Loaded) -> obje
 
 
 @ROUTES.post(
-    LoadBody, "/v1/load_lora_adapter", needed="lora_name lora_path", media="text/plain", model=_model
+    LoadBody,
+    "/v1/load_lora_adapter",
+    needed="lora_name lora_path",
+    media="text/plain",
+    admin=True,
+    model=_model,
 )
 async def add(request: web.Request, body: LoadBody, loaded: Loaded) -> object:
     """Load an adapter, after vLLM."""
@@ -103,6 +110,7 @@ async def add(request: web.Request, body: LoadBody, loaded: Loaded) -> object:
     needed="lora_name",
     media="text/plain",
     errors=(404,),
+    admin=True,
     model=_model,
 )
 async def remove(request: web.Request, body: UnloadBody, loaded: Loaded) -> object:

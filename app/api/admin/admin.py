@@ -11,13 +11,13 @@ import numpy as np
 from aiohttp import web
 
 from app.api.request.routing import Routes
-from app.api.request.sampling import MAX_CHOICES, available, check_count, current, job_id
+from app.api.request.sampling import MAX_CHOICES, accepting, check_count, current, job_id
 from app.api.request.schema import AbortBody, AbortManyBody
 from app.engine.job import Job
 from app.engine.submit import Submitter
 from app.http.delivery import Collector, running
 from app.http.errors import fault
-from app.http.keys import REQUEST_COUNTS, SERVICE
+from app.http.keys import KEYS, REQUEST_COUNTS, SERVICE
 from app.http.prometheus import CONTENT_TYPE, exposition
 from app.http.reply import json_response
 from app.http.tenant import tenant
@@ -60,7 +60,7 @@ async def health(request: web.Request) -> object:
 @ROUTES.add("GET /health_generate", has="status", errors=(429,))
 async def health_generate(request: web.Request) -> object:
     """Run one token through the whole engine."""
-    loaded = available(request.app[SERVICE], None)
+    loaded = accepting(request.app[SERVICE])
     job = Job(
         id=f"health-{secrets.token_hex(8)}",
         prompt=np.zeros(1, np.int32),
@@ -105,7 +105,8 @@ async def server_info(request: web.Request) -> object:
 @ROUTES.add("GET /metrics", media=CONTENT_TYPE.partition(";")[0])
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Metrics in Prometheus' format, also during startup."""
-    text = await exposition(request.app[SERVICE], request.app[REQUEST_COUNTS], VERSION)
+    app = request.app
+    text = await exposition(app[SERVICE], app[REQUEST_COUNTS], app[KEYS].accounts, VERSION)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -159,7 +160,9 @@ async def show_version(request: web.Request) -> object:
     return {"version": VERSION}
 
 
-@ROUTES.add("GET /flush_cache", "POST /flush_cache", "POST /reset_prefix_cache", has="success message")
+@ROUTES.add(
+    "GET /flush_cache", "POST /flush_cache", "POST /reset_prefix_cache", has="success message", admin=True
+)
 async def flush_cache(request: web.Request) -> object:
     """Empty the prefix cache, unless requests run."""
     if not request.app[SERVICE].loaded.engine.flush():

@@ -24,7 +24,7 @@ from app.api.openai.chat import chat_job, chat_spec
 from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.request.routing import Routes
-from app.api.request.sampling import ready, selected
+from app.api.request.sampling import ready, selected, served_names
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch
 from app.http.answer import answer
@@ -117,7 +117,7 @@ def _details(loaded: Loaded) -> dict[str, object]:
 def _listed(loaded: Loaded, **more: object) -> object:
     """The one model, by all its names."""
     shared = {"size": loaded.card.size, "digest": "", "details": _details(loaded), **more}
-    return {"models": [{"name": name, "model": name, **shared} for name in loaded.card.names]}
+    return {"models": [{"name": name, "model": name, **shared} for name in served_names(loaded)]}
 
 
 @ROUTES.add("GET /api/tags", has="models")

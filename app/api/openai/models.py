@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from aiohttp import web
 
 from app.api.request.routing import Routes
-from app.api.request.sampling import selected
+from app.api.request.sampling import selected, served_names
 from app.http.keys import SERVE, SERVICE
+from app.http.tenant import permit
 
 ROUTES = Routes()
 
@@ -36,14 +37,16 @@ def _model(request: web.Request, name: str, parent: str | None = None) -> dict[s
 
 @ROUTES.add("GET /v1/models", has="object data")
 async def models(request: web.Request) -> object:
-    """The list with the one model, by all its names, and its adapters."""
-    loaded = request.app[SERVICE].loaded
-    data = [_model(request, name) for name in loaded.card.names]
+    """The list with the one model, by all its names, and its adapters, as far as the API key may use them."""
+    loaded, allows = request.app[SERVICE].loaded, permit().terms.allows
+    data = [_model(request, name) for name in served_names(loaded)]
     if loaded.adapters is not None:
-        data += [_model(request, each.name, loaded.card.name) for each in loaded.adapters.listed]
+        listed = loaded.adapters.listed
+        data += [_model(request, each.name, loaded.card.name) for each in listed if allows(each.name)]
     answer: dict[str, object] = {"object": "list", "data": data}
     if _VERSION in request.headers:
-        answer |= {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        ids = [each["id"] for each in data] or [None]
+        answer |= {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
     return answer
 
 
@@ -62,7 +65,7 @@ async def model_info(request: web.Request) -> object:
     """Facts about the model under SGLang's names. Its benchmark loads the tokenizer from the path here. With
     an API key the name is given in place of the path, which clients should not learn."""
     card = request.app[SERVICE].loaded.card
-    place = card.name if request.app[SERVE].api_key else card.path
+    place = card.name if request.app[SERVE].keyed else card.path
     return {
         "model_path": place,
         "tokenizer_path": place,

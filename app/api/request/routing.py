@@ -18,6 +18,7 @@ from app.engine.submit import Submitter
 from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
+from app.http.tenant import permit
 from app.service import Loaded, Service
 from core.errors import field_error
 
@@ -61,8 +62,16 @@ class Facts(TypedDict, total=False):
     """Lines of JSON instead, unless `stream` is false."""
     runs: bool
     """It waits in the engine's queue, as all with a body that stream do: 429 when that is full."""
+    admin: bool
+    """It changes the server for everybody: 403 for a key of --api-keys-file that may not."""
     errors: tuple[int, ...]
     """Statuses beyond those that follow from the above or that every route may answer."""
+
+
+def runs(facts: Facts) -> bool:
+    """Whether a route runs the model, so that the limits of API keys apply to it."""
+    streams = "body" in facts and (facts.get("streams") or facts.get("lines"))
+    return bool(streams or facts.get("runs"))
 
 
 class Route(msgspec.Struct, frozen=True, eq=False):
@@ -83,6 +92,10 @@ class Routes(list[Route]):
         def decorate(handler: Answering) -> Handler:
             @functools.wraps(handler)
             async def answered(request: web.Request) -> web.StreamResponse:
+                if facts.get("admin"):
+                    permit().check_admin()
+                if runs(facts):
+                    permit().admit()
                 answer = await handler(request)
                 return answer if isinstance(answer, web.StreamResponse) else json_response(answer)
 

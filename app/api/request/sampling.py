@@ -12,7 +12,7 @@ from app.api.request.schema import ExtensionFields, Generation, NativeSampling, 
 from app.engine.adapters import DISABLED
 from app.engine.job import Keep, TextOptions
 from app.http.body import check_depth
-from app.http.tenant import tenant
+from app.http.tenant import permit
 from app.service import SERVED, Loaded, ModelCard, Phase, Service
 from app.text.repetition import MAX_LENGTH, Repetition
 from core.adapters import AdapterInfo
@@ -46,10 +46,15 @@ def ready(service: Service, model: str | None, lora_path: str | None = None) -> 
 
 def available(service: Service, model: str | None, lora_path: str | None = None) -> Loaded:
     """The same for any request, whatever the model was made for."""
+    return selected(accepting(service), model, lora_path)
+
+
+def accepting(service: Service) -> Loaded:
+    """What is loaded, for a request that names no model. Raises `Unavailable` unless requests are taken."""
     loaded = service.loaded
     if service.health.phase is not Phase.READY:
         raise Unavailable(service.health.reason or "The server is shutting down.")
-    return selected(loaded, model, lora_path)
+    return loaded
 
 
 def current(service: Service, model: str | None, lora_path: str | None = None) -> Loaded:
@@ -60,14 +65,14 @@ def current(service: Service, model: str | None, lora_path: str | None = None) -
 def selected(loaded: Loaded, model: str | None, lora_path: str | None = None) -> Loaded:
     """The model with the adapter that a request names, if any: `model` is unset, `SERVED`, one of the served
     names, an adapter, or `name:adapter`; `lora_path` is an adapter. Raises `NotFound` for another model, and
-    `RequestError` for another adapter."""
+    `RequestError` for another adapter. What the API key may not use is as what does not exist."""
     names = (*loaded.card.names, SERVED)
     adapter = None
     if model and model not in names:
         own = next((model[len(name) + 1 :] for name in names if model.startswith(f"{name}:")), model)
         adapter = _adapter(loaded, own)
         if adapter is None:
-            raise NotFound(f"The model '{model[:200]}' does not exist.", "model", "model_not_found")
+            raise _no_model(model)
     if lora_path:
         if loaded.adapters is None or not loaded.adapters.enabled:
             raise unsupported("lora_path", DISABLED)
@@ -77,13 +82,31 @@ def selected(loaded: Loaded, model: str | None, lora_path: str | None = None) ->
         if adapter is None:
             raise field_error("lora_path", f"names no loaded adapter: '{lora_path[:200]}'", "model_not_found")
     if adapter is None:
+        _check_allowed(loaded, model)
         return loaded
     card = msgspec.structs.replace(loaded.card, name=adapter.name)
     return msgspec.structs.replace(loaded, card=card, adapter=adapter)
 
 
 def _adapter(loaded: Loaded, name: str) -> AdapterInfo | None:
-    return None if loaded.adapters is None else loaded.adapters.find(name)
+    found = None if loaded.adapters is None else loaded.adapters.find(name)
+    return found if found is not None and permit().terms.allows(found.name) else None
+
+
+def _no_model(name: str) -> NotFound:
+    return NotFound(f"The model '{name[:200]}' does not exist.", "model", "model_not_found")
+
+
+def _check_allowed(loaded: Loaded, name: str | None) -> None:
+    """Raise `NotFound` for a name of the model, or none, where the API key allows no such name."""
+    allowed = served_names(loaded)
+    if not allowed or (name in loaded.card.names and name not in allowed):
+        raise _no_model(name or SERVED)
+
+
+def served_names(loaded: Loaded) -> list[str]:
+    """The model's names that the current request's API key may use."""
+    return [name for name in loaded.card.names if permit().terms.allows(name)]
 
 
 def choices(n: int | None, prompts: int = 1, prefix: str = "") -> int:
@@ -273,13 +296,13 @@ def _listed(value: str | list[str] | None) -> tuple[str, ...]:
 
 def root_key(loaded: Loaded, cache_salt: str | None, extra_key: str | None) -> RootKey:
     """The adapter that the request has selected, and the root of the prefix cache: one for each adapter and
-    tenant, and within it one for each salt."""
+    tenant, or the tenants that share one, and within it one for each salt."""
     check_length(cache_salt, "cache_salt")
     check_length(extra_key, "extra_key")
     # With the length in front no salt and key can spell another pair.
     salt = f"{len(cache_salt or '')}:{cache_salt or ''}{extra_key or ''}" if cache_salt or extra_key else ""
     adapter = "" if loaded.adapter is None else loaded.adapter.id
-    return RootKey(adapter=adapter, tenant=tenant(), salt=salt)
+    return RootKey(adapter=adapter, tenant=permit().terms.namespace, salt=salt)
 
 
 def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
@@ -295,11 +318,14 @@ def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
 
 
 def priority(value: int | None) -> int:
-    """Larger runs sooner."""
+    """Larger runs sooner; as large as the API key allows."""
+    highest = permit().terms.priority
     if value is None:
-        return 0
+        return highest or 0
     if not -PRIORITY_LIMIT <= value < PRIORITY_LIMIT:
         raise field_error("priority", "must fit 32 bits")
+    if highest is not None and value > highest:
+        raise field_error("priority", f"must be at most {highest} with this API key")
     return value
 
 

@@ -15,8 +15,10 @@ from app.api.responses.store import Store
 from app.api.responses.turn import Turn
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Piece, Run
+from app.http.access import begun
 from app.http.errors import fault
 from app.http.sse import Dialect, EventStream
+from app.http.tenant import permit
 from core.errors import EngineFailed, LoomError, Overloaded, RequestError, Unavailable
 from core.types import Finish, FinishReason
 
@@ -37,6 +39,8 @@ class Live:
     def __init__(self, turn: Turn, on_done: Callable[[Live], None]) -> None:
         self.turn = turn
         self.run: Run | None = None
+        self.permit = permit()
+        """Held to the end: the limits of its API key apply to it."""
         self.log: list[bytes] = []
         """Its events so far, one frame each; stays empty when it is not streamed."""
         self.followers: set[EventStream] = set()
@@ -137,6 +141,8 @@ class Responses:
             raise Overloaded("Too many responses are made in the background.")
         live = Live(turn, self._finished)
         run = await turn.engine.start(turn.job, live.take)
+        begun(run)
+        live.permit.hold()
         self._live[turn.id] = live
         live.begin(run)
         stored = False
@@ -152,6 +158,9 @@ class Responses:
     def _finished(self, live: Live) -> None:
         """Whoever asks from now on asks the store, which does things in order."""
         del self._live[live.turn.id]
+        assert live.run is not None
+        live.permit.use(output=live.run.output_tokens)
+        live.permit.release()
         self.store.put(live.turn.record(live.doc, b"".join(live.log)))
 
     def live(self, owner: str, id: str) -> Live | None:

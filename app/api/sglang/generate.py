@@ -88,7 +88,7 @@ async def generate(request: web.Request, body: NativeBody, loaded: Loaded) -> we
         if len(jobs) > 1 or jobs[0].n > 1:
             raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
         ids = await prompt_ids(jobs[0], loaded)  # a session adds to tokens, not to text
-        with in_session(request.app[SESSIONS][tenant()], body.session_params, spec, ids, loaded) as spec:
+        with in_session(request.app[SESSIONS].mine(), body.session_params, spec, ids, loaded) as spec:
             return await answer(request, spec, body.stream is True)
 
 

@@ -46,9 +46,9 @@ class Sessions:
     """Those of one tenant, bounded by number, by tokens and by idle time. Owner: event loop."""
 
     def __init__(self, clock: Clock, limit: int = MAX_SESSIONS) -> None:
-        """`limit`: how many may be open at once."""
         self._clock = clock
-        self._limit = limit
+        self.limit = limit
+        """How many may be open at once."""
         self._by_id: dict[str, _Session] = {}
 
     def __len__(self) -> int:
@@ -62,8 +62,8 @@ class Sessions:
             raise RequestError("A session with this id is open.", "session_id", "session_exists")
         if timeout is not None and not 0 < timeout <= MAX_IDLE:
             raise field_error("timeout", f"must be above 0 and at most {MAX_IDLE:g} seconds")
-        if len(self._by_id) >= self._limit:
-            raise Overloaded(f"{self._limit} sessions are open, the most this server keeps for a key.")
+        if len(self._by_id) >= self.limit:
+            raise Overloaded(f"{self.limit} sessions are open, the most this server keeps for a key.")
         id = id or secrets.token_hex(16)
         self._by_id[id] = _Session(timeout or IDLE, self._clock())
         return id

@@ -13,19 +13,38 @@ from aiohttp import web
 from app.api.request.routing import Routes
 from app.api.request.sampling import job_id
 from app.api.request.schema import SessionParams
-from app.api.sglang.session_tree import Sessions
+from app.api.sglang.session_tree import MAX_SESSIONS, Sessions
 from app.engine.failure import failure
 from app.engine.job import Generator, Job, Piece, Run, Sink
 from app.http.answer import AnswerSpec
-from app.http.tenant import tenant
+from app.http.tenant import Keys, tenant
 from app.service import Loaded
+from core.clock import Clock
 from core.errors import field_error
 from core.types import FinishReason, Ints
 
 ROUTES = Routes()
 
-SESSIONS = web.AppKey("sessions", dict[str, Sessions])
-"""By tenant."""
+
+class TenantSessions:
+    """Those of each tenant, with an equal share for each key there is. Owner: event loop."""
+
+    def __init__(self, keys: Keys, clock: Clock) -> None:
+        self._keys = keys
+        self._clock = clock
+        self._by_tenant: dict[str, Sessions] = {}
+
+    def mine(self) -> Sessions:
+        """Those of the current request's tenant. Those of keys that are gone go too."""
+        tenants = self._keys.tenants
+        for gone in self._by_tenant.keys() - {*tenants, tenant()}:
+            del self._by_tenant[gone]
+        mine = self._by_tenant.setdefault(tenant(), Sessions(self._clock))
+        mine.limit = max(MAX_SESSIONS // len(tenants), 1)
+        return mine
+
+
+SESSIONS = web.AppKey("sessions", TenantSessions)
 
 
 class OpenBody(msgspec.Struct, kw_only=True):
@@ -45,7 +64,7 @@ class CloseBody(msgspec.Struct, kw_only=True):
 async def open_session(request: web.Request, body: OpenBody, loaded: Loaded) -> object:
     """The id of a new session, as a JSON string."""
     name = job_id(body.session_id, "", "session_id")
-    return request.app[SESSIONS][tenant()].open(name or None, body.timeout)
+    return request.app[SESSIONS].mine().open(name or None, body.timeout)
 
 
 @ROUTES.post(CloseBody, "/close_session", example="session_id", has="success")
@@ -53,7 +72,7 @@ async def close_session(request: web.Request, body: CloseBody, loaded: Loaded) -
     """Forget a session; one that is not there is no error, as in SGLang."""
     if not body.session_id:
         raise field_error("session_id", "is missing")
-    return {"success": request.app[SESSIONS][tenant()].close(body.session_id)}
+    return {"success": request.app[SESSIONS].mine().close(body.session_id)}
 
 
 class TurnRecorder(Generator):
