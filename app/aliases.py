@@ -20,6 +20,7 @@ RENAMED: Mapping[str, str] = {
     # SGLang
     "--model-path": "--model",
     "--tokenizer-path": "--tokenizer",
+    "--json-model-override-args": "--hf-overrides",
     "--mem-fraction-static": "--mem-fraction",
     "--max-total-tokens": "--kv-tokens",
     "--max-running-requests": "--max-running",

@@ -109,7 +109,11 @@ def make_chat_parser() -> Parser:
 def make_pull_parser() -> Parser:
     """Flags of `pull`."""
     groups = (
-        Group("model", ModelConfig, ("model", "tokenizer", "load_format", "offline")),
+        Group(
+            "model",
+            ModelConfig,
+            ("model", "revision", "hf_overrides", "tokenizer", "load_format", "offline"),
+        ),
         Group("speculative", SpeculativeConfig, ("draft_model_path",)),
         Group("lora", LoraConfig, ("lora",)),
     )

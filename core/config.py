@@ -25,6 +25,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         "empty serves SmolLM2-135M-Instruct, fetched once",
         "MODEL",
     ] = ""
+    revision: Annotated[str, "branch, tag or commit of a hub id; empty: its main branch", "REVISION"] = ""
+    hf_overrides: Annotated[
+        str, "fields that replace those of config.json, as a JSON object; nested objects whole", "JSON"
+    ] = ""
     served_model_name: Annotated[
         tuple[str, ...],
         "names that clients may use; answers carry the first; none: the model's own",

@@ -70,18 +70,15 @@ def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
     """
     offline = _offline(config)
     name = config.model
+    path = _local_path(config)
     if not name:
         return _from_gguf(default_model(offline, progress), DEFAULT.name, config, progress)
-    path = Path(name).expanduser()
-    if not path.exists() and (PACKAGE_ROOT / name).is_dir():
-        path = PACKAGE_ROOT / name
     if path.is_dir():
         return _from_directory(path, path.resolve().name, config, progress)
     if path.is_file():
         return _from_gguf(path, path.stem, config, progress)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        found = _from_hub(name, offline, progress, config.load_format == "dummy")
-        return _from_directory(found, name, config, progress)
+        return _from_directory(_from_hub(config, offline, progress), name, config, progress)
     raise ModelError(
         f"there is no {name!r}. --model takes a directory with config.json, a .gguf file "
         "or a hub id like org/name."
@@ -117,12 +114,23 @@ def resolve_adapter(name: str, config: ModelConfig, progress: Progress) -> Path:
     return path
 
 
+def _local_path(config: ModelConfig) -> Path:
+    """Where the model would lie on this machine. Raises `ModelError` if it does and a revision is wanted."""
+    path = Path(config.model).expanduser()
+    if config.model and not path.exists() and (PACKAGE_ROOT / config.model).is_dir():
+        path = PACKAGE_ROOT / config.model
+    if config.revision and path.exists():
+        named = path if config.model else "none"
+        raise ModelError(f"--revision {config.revision} is of a hub id, and --model names {named}.")
+    return path
+
+
 def _offline(config: ModelConfig) -> bool:
     return config.offline or (read("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on")
 
 
 def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
-    facts = read_object(path / "config.json")
+    facts = _facts(path, config)
     if facts is None:
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f" Name the file: --model {path / ggufs[0]}." if ggufs else ""
@@ -136,7 +144,7 @@ def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progre
 
 def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
     converted = from_gguf(path, progress)
-    facts = read_object(converted / "config.json")
+    facts = _facts(converted, config)
     if facts is None:
         raise ModelError(f"{converted} is damaged. Remove it and start again.")
     return _checkpoint(path, converted, facts, name, config, progress)
@@ -163,23 +171,41 @@ def _checkpoint(
     )
 
 
-def _from_hub(name: str, offline: bool, progress: Progress, dummy: bool) -> Path:
+def _facts(path: Path, config: ModelConfig) -> dict[str, Any] | None:
+    """A directory's config.json with what replaces its fields; None if there is none. Raises `ConfigError`
+    for overrides that are no object."""
+    facts = read_object(path / "config.json")
+    if facts is None or not config.hf_overrides:
+        return facts
+    try:
+        return facts | msgspec.json.decode(config.hf_overrides, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--hf-overrides must be a JSON object, as '{{\"rope_theta\": 10000}}': {error}."
+        ) from error
+
+
+def _from_hub(config: ModelConfig, offline: bool, progress: Progress) -> Path:
     """Directory of a hub id, downloaded when it is not in the hub's own cache: its configuration first,
     and the rest only when that can be served."""
+    name, revision = config.model, config.revision
     if not offline:
         progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
-    found = _download(name, offline, _HUB_CONFIG)
-    if (facts := read_object(found / "config.json")) is not None:
+    found = _download(name, offline, _HUB_CONFIG, revision)
+    if (facts := _facts(found, config)) is not None:
         _check_supported(found, facts)
+    dummy = config.load_format == "dummy"
     wanted = [pattern for pattern in _HUB_FILES if not (dummy and pattern == _HUB_WEIGHTS)]
-    return _download(name, offline, wanted)
+    return _download(name, offline, wanted, revision)
 
 
-def _download(name: str, offline: bool, patterns: list[str]) -> Path:
+def _download(name: str, offline: bool, patterns: list[str], revision: str = "") -> Path:
     import huggingface_hub
 
     try:
-        found = huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=offline)
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=patterns, local_files_only=offline
+        )
     except (OSError, ValueError, RuntimeError) as error:  # its HTTP and cache errors are all of these
         if offline:
             raise NotFetched(
@@ -187,8 +213,9 @@ def _download(name: str, offline: bool, patterns: list[str]) -> Path:
                 "--offline is set. Start once without it."
             ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        which = f"revision {revision} of {name}" if revision else name
         raise ModelError(
-            f"there is no directory {name!r}, and {name} cannot be fetched from the hub: {reason} "
+            f"there is no directory {name!r}, and {which} cannot be fetched from the hub: {reason} "
             "Check the name, the network and, for a gated model, your hub login."
         ) from error
     return Path(found)

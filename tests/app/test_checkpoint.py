@@ -96,7 +96,10 @@ def test_what_cannot_be_served_is_refused_before_weights_are_looked_for(
         find(directory)
     asked = []
 
-    def download(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+    def download(
+        name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
+    ) -> str:
+        assert revision is None
         asked.append(allow_patterns)
         return str(directory)
 
@@ -108,6 +111,44 @@ def test_what_cannot_be_served_is_refused_before_weights_are_looked_for(
     (directory / "model.safetensors").write_bytes(b"12345")
     assert find("org/name").size == 5
     assert len(asked) == 3 and "*.safetensors" in asked[2]
+
+
+def test_a_revision_is_fetched_and_named_where_it_is_not_there(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(
+        name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
+    ) -> str:
+        if revision == "gone":
+            raise OSError("404")
+        asked.append(revision)
+        return str(directory)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find("org/name", revision="v1.2").names == ("org/name",)
+    assert asked == ["v1.2", "v1.2"]
+    with pytest.raises(ModelError, match="revision gone of org/name cannot be fetched from the hub: 404"):
+        find("org/name", revision="gone")
+    for model in (str(directory), ""):
+        with pytest.raises(ModelError, match=r"--revision v1\.2 is of a hub id, and --model names"):
+            find(model, revision="v1.2")
+
+
+def test_fields_of_config_json_are_replaced(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = '{"rope_theta": 5, "architectures": ["LlamaForCausalLM"]}'
+    found = find(directory, hf_overrides=overrides)
+    assert found.config == {**CONFIG, "rope_theta": 5, "architectures": ["LlamaForCausalLM"]}
+    # Also before weights are fetched: what cannot be served as it is may be served so.
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LamaForCausalLM"]}))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: str(directory))
+    with pytest.raises(ModelError, match="LamaForCausalLM"):
+        find("org/name")
+    assert find("org/name", hf_overrides=overrides).config["rope_theta"] == 5
+    for wrong in ("rope_theta=5", "[1]", '{"a"'):
+        with pytest.raises(ConfigError, match="--hf-overrides must be a JSON object"):
+            find(directory, hf_overrides=wrong)
 
 
 def test_dummy_weights_need_only_the_configuration(tmp_path: Path) -> None:
