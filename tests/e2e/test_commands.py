@@ -89,7 +89,7 @@ def test_models_lists_what_is_served() -> None:
     assert [row[0] for row in rows] == sorted(FAMILIES)
     table = {name: (task, weights) for name, task, weights in rows}
     assert table["Qwen3MoeForCausalLM"] == ("generate", "safetensors, fp8, gguf")
-    assert table["MixtralForCausalLM"] == ("generate", "safetensors, fp8")
+    assert table["Phi3ForCausalLM"] == ("generate", "safetensors, fp8")
     assert table["BertModel"] == ("embed", "safetensors")
     assert table["Qwen2ForSequenceClassification"] == ("classify", "safetensors, fp8")
     assert run("models", "--port", "1").returncode == 2
