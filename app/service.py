@@ -158,10 +158,14 @@ class Service:
     @property
     def loaded(self) -> Loaded:
         """The model and its engine. Raises `Unavailable` unless the server is ready or draining."""
-        if self._loaded is None or self.health.phase is Phase.FAILED:
-            reason = self.health.reason or f"the server is starting: {self.health.stage}"
-            raise Unavailable(reason)
+        self.check()
+        assert self._loaded is not None
         return self._loaded
+
+    def check(self) -> None:
+        """Raise `Unavailable` unless the server is ready or draining."""
+        if self._loaded is None or self.health.phase is Phase.FAILED:
+            raise Unavailable(self.health.reason or f"the server is starting: {self.health.stage}")
 
 
 class Phase(Enum):

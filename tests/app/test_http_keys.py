@@ -15,6 +15,7 @@ import pytest
 from app.api.routes import TABLE
 from app.engine.job import Piece
 from app.http.keys import KEYS
+from app.service import Health, Phase
 from app.text.tokenizer import Tokenizer
 from core.adapters import AdapterLimits
 from core.config import ServeConfig
@@ -475,3 +476,12 @@ async def test_a_batch_is_counted_to_its_key_and_has_no_limits_but_models(tmp_pa
         batch = await rig.ended((await rig.submit([line("c")])).id)
         assert batch.request_counts and batch.request_counts.failed == 1
         assert "model_not_found" in json.dumps(await rig.records(batch.error_file_id))
+
+
+async def test_a_server_that_cannot_answer_counts_no_requests(server: Server) -> None:
+    server.service.health = Health(Phase.FAILED, "failed", 1.0, "the engine failed")
+    for _ in range(7):  # alice has six a minute
+        assert (await ask(server, ALICE, COMPLETIONS, ASKED))[0] == 503
+    assert await counts(server, "alice") == {
+        "requests": 0.0, "limited": 0.0, "prompt_tokens": 0.0, "output_tokens": 0.0
+    }  # fmt: skip

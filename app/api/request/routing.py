@@ -95,6 +95,7 @@ class Routes(list[Route]):
                 if facts.get("admin"):
                     permit().check_admin()
                 if runs(facts):
+                    request.app[SERVICE].check()  # a client that waits for the start has used nothing
                     permit().admit()
                 answer = await handler(request)
                 return answer if isinstance(answer, web.StreamResponse) else json_response(answer)
