@@ -14,8 +14,8 @@ MINUTE = 60.0
 
 
 class Bucket:
-    """A token bucket: holds what may be used at once, a minute's worth at the most, and fills evenly. It may
-    be overdrawn by what is known only after it was used. Owner: event loop."""
+    """A token bucket. It holds at most a minute's worth and refills evenly. It may go negative, because
+    output tokens are known only after they were made. Owner: event loop."""
 
     def __init__(self, clock: Clock, per_minute: int) -> None:
         self._clock = clock

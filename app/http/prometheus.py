@@ -186,7 +186,7 @@ def _http(requests: RequestCounts) -> Iterator[Figure]:
 
 
 def _keys(accounts: Sequence[Account]) -> Iterator[Figure]:
-    """Of the keys of --api-keys-file, by the names of their tables."""
+    """Usage counters of the keys in --api-keys-file, labelled with the names of their tables."""
     named = [each for each in accounts if each.terms.name]
     figures: tuple[tuple[str, str, Callable[[Account], int]], ...] = (
         ("loom_key_requests_total", "Requests that were admitted, by API key.", lambda a: a.requests),

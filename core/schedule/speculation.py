@@ -31,8 +31,8 @@ REST: Final = 64
 """The same while no drafts are verified, and so little changes."""
 
 CHUNK: Final = 256
-"""Prompt tokens are rounded up to a multiple when drafts beside them are chosen: a few choices then serve for
-all steps until the next look."""
+"""When drafts beside prompts are chosen, prompt tokens are rounded up to a multiple of this, so that one
+choice serves many steps until the next review."""
 
 
 class Grant(NamedTuple):

@@ -11,7 +11,7 @@ from gpu.kernels.jit import begin, jit, launch_options, padding, pow2
 
 
 def _warps(block: int) -> int:
-    """Of a program that holds a row."""
+    """Warps of a program that holds a row of `block` elements."""
     return min(max(block // 512, 1), 8)
 
 

@@ -133,7 +133,7 @@ async def test_a_key_from_its_first_request_to_its_last(server: Server, clock: C
     job = server.engine.runs[-1].job
     assert job.priority == 2 and job.root.tenant == job.owner
 
-    # A stream: the prompt is taken at its begin, the output at its end.
+    # A stream: prompt tokens are charged when it starts, output tokens when it ends.
     status, text, headers = await ask(server, ALICE, COMPLETIONS, {**ASKED, "stream": True})
     assert status == 200 and "[DONE]" in text
     assert (rates(headers)["remaining-requests"], rates(headers)["remaining-tokens"]) == ("4", "49")
