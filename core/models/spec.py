@@ -110,7 +110,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: QkNorm = ""
     post_norm: bool = False
-    """The outputs of attention and MLP are normed before they are added to the residual; else their inputs."""
+    """The outputs of attention and MLP are normed before they join the residual; else their inputs are."""
     sliding_window: int = 0
     """Positions a token sees, itself included, in `window_layers`; 0: no such layers."""
     window_layers: frozenset[int] = frozenset()
