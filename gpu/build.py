@@ -27,7 +27,7 @@ from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
 from core.models.quant import BLOCK
 from core.plan import MASKED_DRAFTS
 from gpu.adapting import Adapting, plan_adapters
-from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
+from gpu.attention import EncoderAttention, TorchBackend, torch_attention
 from gpu.device import HOPPER, LEAST_FP8
 from gpu.draft import kernels as draft_kernels
 from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
@@ -306,7 +306,7 @@ def _called_runner(parts: Parts, shape: Shape, entries: Entries) -> ModelRunner:
     spec, device, rank = parts.spec, parts.target.device, parts.rank
     attention: TorchBackend = EncoderAttention()
     if spec.causal:
-        attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)], spec.softmax_scale)
+        attention = torch_attention(spec)
     machine = Machine(
         device,
         ExactSizes(),
@@ -336,9 +336,7 @@ def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
     device, dtype, _ = parts.target
     run = None
     if (layers := draft.layers) is not None:
-        attention = TorchAttention(
-            [layers.window(layer) for layer in range(layers.layers)], layers.softmax_scale
-        )
+        attention = torch_attention(layers)
         run = DraftMachine(
             attention,
             lambda pool: plain_ops(attention, parts.rank, TableOps, parts.spec.vocab_size),

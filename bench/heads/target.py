@@ -77,7 +77,7 @@ class Target:
         """Raises `ModelError`, also for a model that has more than the plain Llama layer."""
         self.spec = spec = spec_of(source)
         biases = spec.qkv_bias or spec.out_bias or spec.mlp_bias
-        if spec.moe or biases or spec.qk_norm or spec.post_norm or spec.window_layers:
+        if spec.moe or biases or spec.qk_norm or spec.norms != "before" or spec.window_layers:
             raise ModelError(f"{source} is not of plain Llama layers, the only ones that bench.heads has.")
         if spec.rope.kind == "dynamic" or spec.rope.partial != 1:
             raise ModelError(f"bench.heads does not have the rope of {source}.")

@@ -18,6 +18,15 @@ class Fields:
         self._config = config
         self._where = where
 
+    def over(self, defaults: Config) -> Fields:
+        """These fields, and those of `defaults` that are not among them."""
+        return Fields({**defaults, **self._config}, self._where)
+
+    def inside(self, name: str) -> Fields:
+        """Those of the object `name` and, where it does not have them, those beside it."""
+        own = {key: value for key, value in self.group(name).items() if value is not None}
+        return Fields({**self._config, **own}, f"{self._where}: {name}")
+
     def wrong(self, name: str, want: str) -> ModelError:
         """The error for a field that is not as it must be."""
         value = self._config.get(name)

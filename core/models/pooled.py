@@ -78,7 +78,7 @@ def _encoder(fields: Fields, first_position: int) -> ModelSpec:
         kv_heads=heads,
         head_dim=hidden // heads,
         intermediate=fields.size("intermediate_size", 3072),
-        activation=activation_of(fields, "gelu"),
+        activation=activation_of(fields, "hidden_act", "gelu"),
         norm_eps=fields.number("layer_norm_eps", 1e-12),
         qkv_bias=True,
         out_bias=True,

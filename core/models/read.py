@@ -6,7 +6,8 @@ whatever equals them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -102,19 +103,88 @@ def olmo2(fields: Fields) -> ModelSpec:
 
 def olmo3(fields: Fields) -> ModelSpec:
     """Olmo3ForCausalLM: OLMo 2 in which three layers of four slide. Only the others' rope is scaled."""
-    positions, theta = fields.size("max_position_embeddings", 2048), 500000.0
-    rope, window_rope = read_ropes(fields, positions, theta)
+    # Of all layers, as transformers 4 read it; 5 forgets it for those that slide.
+    theta = fields.number("rope_theta", 500000.0)
+    positions = fields.size("max_position_embeddings", 2048)
+    rope, window_rope = read_ropes(fields, positions, (theta, theta))
     spec = _olmo(fields, theta, rope=rope, window_rope=None if window_rope == rope else window_rope)
-    kinds = _layer_types(fields, spec) or [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(spec.layers)]
-    if fields.null("sliding_window"):
-        raise fields.wrong("sliding_window", "a positive integer")
-    return _slide(spec, fields.size("sliding_window", 4096), _sliding(kinds))
+    return _slide_mostly(fields, spec, 4)
 
 
 def _olmo(fields: Fields, theta: float, **facts: Any) -> ModelSpec:
     bias = fields.flag("attention_bias")
     defaults = Defaults(2048, norm_eps=1e-5, theta=theta)
-    return _common(fields, defaults, qkv_bias=bias, out_bias=bias, qk_norm="all", post_norm=True, **facts)
+    return _common(fields, defaults, qkv_bias=bias, out_bias=bias, qk_norm="all", norms="behind", **facts)
+
+
+_GEMMA: Mapping[str, object] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+_GEMMA_2: Mapping[str, object] = {
+    **_GEMMA,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 8192,
+    "vocab_size": 256000,
+}
+_GEMMA_3: Mapping[str, object] = {**_GEMMA, "max_position_embeddings": 131072, "vocab_size": 262208}
+"""What the configs mean where they are silent, as many of Gemma 3 are even of the number of heads."""
+
+
+def gemma2(fields: Fields) -> ModelSpec:
+    """Gemma2ForCausalLM: attention and MLP between norms, soft caps, a window in every second layer."""
+    fields = fields.over(_GEMMA_2)
+    cap = _cap(fields, "attn_logit_softcapping")
+    return _slide_mostly(fields, _gemma(fields, attention_cap=cap), 2)
+
+
+def gemma3(fields: Fields) -> ModelSpec:
+    """Gemma3ForCausalLM: Gemma 2 with normed heads and without caps. Five layers of six slide, with a rope of
+    their own."""
+    fields = fields.over(_GEMMA_3)
+    if fields.has("attn_logit_softcapping"):  # transformers reads over it
+        raise fields.wrong("attn_logit_softcapping", "null")
+    positions = fields.size("max_position_embeddings")
+    thetas = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
+    rope, window_rope = read_ropes(fields, positions, thetas)
+    if rope.kind == "linear":  # the positions are those with scaling, not those before it
+        rope = msgspec.structs.replace(rope, original_max=int(positions / rope.factor))
+    spec = _gemma(fields, qk_norm="head", rope=rope, window_rope=window_rope)
+    return _slide_mostly(fields, spec, fields.size("sliding_window_pattern", 6))
+
+
+def gemma3_text(fields: Fields) -> ModelSpec:
+    """Gemma3ForConditionalGeneration, of which only the language model is served."""
+    spec = gemma3(fields.inside("text_config"))
+    return msgspec.structs.replace(spec, architecture=architecture_of(fields))
+
+
+def _gemma(fields: Fields, **facts: Any) -> ModelSpec:
+    if fields.flag("use_bidirectional_attention"):
+        raise fields.wrong("use_bidirectional_attention", "false")
+    bias = fields.flag("attention_bias")
+    spec = _common(fields, Defaults(8192), qkv_bias=bias, out_bias=bias, **facts)
+    return msgspec.structs.replace(
+        spec,
+        activation=activation_of(fields, "hidden_activation"),
+        norms="both",
+        norm_offset=1.0,
+        table_scale=math.sqrt(spec.hidden),
+        attention_scale=1.0 / math.sqrt(fields.number("query_pre_attn_scalar")),
+        logits_cap=_cap(fields, "final_logit_softcapping"),
+    )
+
+
+def _cap(fields: Fields, name: str) -> float:
+    return fields.number(name) if fields.has(name) else 0.0
 
 
 def mistral(fields: Fields) -> ModelSpec:
@@ -213,7 +283,7 @@ def _common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=fields.size("head_dim", defaults.head_dim or hidden // heads),
         intermediate=fields.size("intermediate_size"),
-        activation=activation_of(fields, "silu"),
+        activation=activation_of(fields, "hidden_act", "silu"),
         norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
         tied=fields.flag("tie_word_embeddings", defaults.tied),
         max_position=positions,
@@ -232,11 +302,11 @@ def refuse_quantised(fields: Fields) -> None:
         )
 
 
-def activation_of(fields: Fields, default: str) -> str:
-    """The MLP's."""
-    activation = fields.text("hidden_act", default)
+def activation_of(fields: Fields, name: str, default: str = "") -> str:
+    """The MLP's, by its `name` in the config."""
+    activation = fields.text(name, default)
     if activation not in ACTIVATIONS:
-        raise fields.wrong("hidden_act", "one of " + ", ".join(ACTIVATIONS))
+        raise fields.wrong(name, "one of " + ", ".join(ACTIVATIONS))
     return activation
 
 
@@ -259,6 +329,14 @@ def architecture_of(fields: Fields) -> str:
 
 def _slide(spec: ModelSpec, window: int, layers: frozenset[int]) -> ModelSpec:
     return msgspec.structs.replace(spec, sliding_window=window, window_layers=layers)
+
+
+def _slide_mostly(fields: Fields, spec: ModelSpec, period: int) -> ModelSpec:
+    """The layers that `layer_types` names slide; without it all but every one in `period`."""
+    kinds = _layer_types(fields, spec) or [SLIDING if (i + 1) % period else FULL for i in range(spec.layers)]
+    if fields.null("sliding_window"):
+        raise fields.wrong("sliding_window", "a positive integer")
+    return _slide(spec, fields.size("sliding_window", 4096), _sliding(kinds))
 
 
 def _layer_types(fields: Fields, spec: ModelSpec) -> list[object]:

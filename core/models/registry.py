@@ -33,6 +33,7 @@ class Family(msgspec.Struct, frozen=True):
 
 _CLASSIFIES = "ForSequenceClassification"
 _DECODERS = {"Llama": read.llama, "Mistral": read.mistral, "Qwen2": read.qwen2, "Qwen3": read.qwen3}
+_VISION = ("vision_tower.", "multi_modal_projector.")
 _W123 = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _ENCODERS = {
     "Bert": (pooled.bert, "bert.", ()),
@@ -42,6 +43,17 @@ _ENCODERS = {
 _POOLERS = ("pooler.", "bert.pooler.", "roberta.pooler.", "cls.", "lm_head.")
 
 FAMILIES: Mapping[str, Family] = {
+    "Gemma2ForCausalLM": Family(read.gemma2),
+    "Gemma3ForCausalLM": Family(read.gemma3),
+    "Gemma3ForConditionalGeneration": Family(
+        read.gemma3_text,
+        unused=(*_VISION, *(f"model.{name}" for name in _VISION)),
+        renamed={
+            "model.language_model.": "model.",
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+        },
+    ),
     "GraniteForCausalLM": Family(read.granite),
     "MixtralForCausalLM": Family(
         read.mixtral,

@@ -20,12 +20,13 @@ def read_rope(fields: Fields, max_position: int, theta: float = 10000.0) -> Rope
     """The rope of a config; `theta` is the family's default. Raises `ModelError` for a kind these families do
     not have."""
     name = "rope_scaling" if fields.group("rope_scaling") else "rope_parameters"
+    theta = fields.number("rope_theta", theta)
     return _read(fields, Fields(_flatten(fields, name), f"config.json: {name}"), max_position, theta)
 
 
-def read_ropes(fields: Fields, max_position: int, theta: float) -> tuple[RopeSpec, RopeSpec]:
-    """Of layers that see all positions, and of those with a window. `rope_scaling` is for the former alone,
-    `rope_theta` for both: transformers 4 read it so, 5 forgets it for the latter. Raises as `read_rope`."""
+def read_ropes(fields: Fields, max_position: int, thetas: tuple[float, float]) -> tuple[RopeSpec, RopeSpec]:
+    """Of layers that see all positions, and of those with a window, each with its own of `thetas` where
+    `rope_parameters` has none for it. `rope_scaling` is for the former alone. Raises as `read_rope`."""
     name = "rope_parameters"
     groups = fields.group(name)
     if not groups.keys() <= {"full_attention", "sliding_attention"}:
@@ -37,12 +38,12 @@ def read_ropes(fields: Fields, max_position: int, theta: float) -> tuple[RopeSpe
         Fields(full, "config.json: rope_scaling" if scaling else where),
         Fields(each.group("sliding_attention"), where),
     )
-    return _read(fields, both[0], max_position, theta), _read(fields, both[1], max_position, theta)
+    return _read(fields, both[0], max_position, thetas[0]), _read(fields, both[1], max_position, thetas[1])
 
 
 def _read(fields: Fields, rope: Fields, max_position: int, theta: float) -> RopeSpec:
     """Of `rope`, an object of the config `fields`."""
-    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
+    theta = rope.number("rope_theta", theta)
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     original = fields.size(

@@ -25,6 +25,10 @@ QkNorm = Literal["", "head", "all"]
 together; "": none."""
 
 
+Norms = Literal["before", "behind", "both"]
+"""Where attention and MLP are normed: what goes in, what comes out and joins the residual, or both."""
+
+
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding and how it is stretched. Fields a kind does not use keep their defaults."""
 
@@ -34,7 +38,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     partial: float = 1.0
     """Share of head_dim, from its start, that is rotated."""
     original_max: int = 0
-    """Positions of the unscaled model (dynamic, llama3, yarn, longrope)."""
+    """Positions of the unscaled model (dynamic, llama3, yarn, longrope; linear, where they are not those of
+    the config)."""
     low_freq: float = 1.0
     high_freq: float = 4.0
     """llama3: wavelengths above original_max / low_freq are stretched fully, below
@@ -109,8 +114,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm = ""
-    post_norm: bool = False
-    """The outputs of attention and MLP are normed before they join the residual; else their inputs are."""
+    norms: Norms = "before"
+    norm_offset: float = 0.0
+    """Safetensors hold norm weights less it. With one they are held in float32: in 16 bits the sum would lose
+    what the checkpoint has behind it."""
     sliding_window: int = 0
     """Positions a token sees, itself included, in `window_layers`; 0: no such layers."""
     window_layers: frozenset[int] = frozenset()
@@ -118,12 +125,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of `window_layers`; None: `rope`, as of the others."""
     nope_layers: frozenset[int] = frozenset()
     """Layers whose queries and keys are not rotated (NoPE)."""
+    table_scale: float = 1.0
+    """What the table's embeddings are multiplied by, rounded to the model's dtype. Those of a request have it
+    already."""
     embedding_scale: float = 1.0
+    """What all embeddings are multiplied by."""
     residual_scale: float = 1.0
     """What attention and MLP add is multiplied by it."""
     attention_scale: float = 0.0
     """Scores are multiplied by it; 0: by 1 / sqrt(head_dim)."""
+    attention_cap: float = 0.0
+    """Scores s become cap · tanh(s / cap) before the softmax; 0: they are left."""
     logits_scale: float = 1.0
+    logits_cap: float = 0.0
+    """The same of logits."""
     moe: MoeSpec | None = None
     encoder: EncoderSpec | None = None
     """None: tokens see only those before them."""
@@ -145,10 +160,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens a request may have: the trained positions, times what rope scaling adds."""
         if self.pooling.max_tokens:
             return min(self.pooling.max_tokens, self.max_position)
-        if self.rope.kind in ("linear", "dynamic"):
-            return int(self.max_position * self.rope.factor)
-        if self.rope.kind == "yarn":
-            return max(self.max_position, int(self.rope.original_max * self.rope.factor))
+        if self.rope.kind in ("linear", "dynamic", "yarn"):
+            original = self.rope.original_max or self.max_position
+            return max(self.max_position, int(original * self.rope.factor))
         return self.max_position
 
     @property

@@ -112,5 +112,6 @@ def attention_config(
         device=device,
         gpu=gpu,
         scale=spec.softmax_scale,
+        cap=spec.attention_cap,
         pdl=gpu.capability >= HOPPER,
     )

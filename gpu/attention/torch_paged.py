@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.models import ModelSpec
 from core.types import Ints
 from gpu.kv.pool import KvPool
 from gpu.state.view import ChunkRow, StepView
@@ -58,9 +59,9 @@ class TorchAttention:
     Owner: launch thread.
     """
 
-    def __init__(self, windows: Sequence[int], scale: float | None = None) -> None:
-        """`scale` of the scores; None: 1 / sqrt(head_dim)."""
-        self._windows, self._scale = tuple(windows), scale
+    def __init__(self, windows: Sequence[int], scale: float | None = None, cap: float = 0.0) -> None:
+        """`scale` of the scores; None: 1 / sqrt(head_dim). `cap` as in `AttentionConfig`."""
+        self._windows, self._scale, self._cap = tuple(windows), scale, cap
         self.bind(None)
         self._kv_slot_mapping = torch.empty(0)
         self._decode: dict[int, list[_Decode]] = {}
@@ -122,6 +123,8 @@ class TorchAttention:
         rows, heads, dim = q.shape
         k, v = self._gather(layer, group.pages, rows, group.keys, (kv_heads, dim))
         grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
+        if self._cap:
+            return self._capped(grouped, k, v, group.mask).reshape(rows, -1)
         found = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=self._scale)
         return found.reshape(rows, -1)
 
@@ -129,6 +132,11 @@ class TorchAttention:
         """A run of tokens of one slot: [count, heads, head_dim] to [count, heads * head_dim]."""
         count, heads, dim = q.shape
         k, v = self._gather(layer, block.pages, 1, block.keys, (kv_heads, dim))
+        if self._cap:
+            grouped = q.view(1, count, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+            mask = None if block.mask is None else block.mask.repeat(heads // kv_heads, 1)
+            out = self._capped(grouped, k, v, mask)
+            return out[0].view(heads, count, dim).transpose(0, 1).reshape(count, -1)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             k,
@@ -139,6 +147,14 @@ class TorchAttention:
             enable_gqa=heads != kv_heads,
         )
         return out[0].transpose(0, 1).reshape(count, -1)
+
+    def _capped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """`scaled_dot_product_attention`, which takes no cap, in as many steps. The softmax is float32."""
+        scale = self._scale or q.shape[-1] ** -0.5
+        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale / self._cap).tanh_().mul_(self._cap)
+        if mask is not None:
+            scores += mask
+        return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
 
     def _gather(
         self, layer: int, pages: Tensor | int, rows: int, keys: int, heads: tuple[int, int]
@@ -214,7 +230,7 @@ class TorchAttention:
             pages = row[begin : -(-end // size)]
             keys = end - begin * size
             # Aligned to the first key, torch's own causal flag needs no mask at all.
-            causal = start == begin * size and (not window or count <= window)
+            causal = not self._cap and start == begin * size and (not window or count <= window)
             bare = causal or (count == 1 and not window)
             mask = None if bare else self._causal(start, count, begin * size, window, keys)
             first = chunk.first + offset
@@ -257,6 +273,12 @@ class TorchAttention:
                 fresh.append(int(where[chunk.first + chunk.tokens - end % size]))
         if fresh:
             self._data.index_fill_(1, torch.tensor(fresh) // size, 0)
+
+
+def torch_attention(spec: ModelSpec) -> TorchAttention:
+    """Of a model's layers."""
+    windows = [spec.window(layer) for layer in range(spec.layers)]
+    return TorchAttention(windows, spec.softmax_scale, spec.attention_cap)
 
 
 def _seen(decode: StepView, rows: slice | Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from core.models import ModelSpec
 from gpu.context import ForwardContext
+from gpu.layers.norm import norm_weight
 from gpu.layers.parameters import Parameters
 from gpu.ops.base import HeadNorms, Matrix, Rotation, WideNorms
 from gpu.shard import COLUMN, ROW
@@ -34,7 +35,7 @@ class Attention:
         self._wide: WideNorms | None = None
         names = f"{prefix}q_norm.weight", f"{prefix}k_norm.weight"
         if spec.qk_norm == "head":
-            q, k = (parameters.tensor(name, spec.head_dim) for name in names)
+            q, k = (norm_weight(spec, name, spec.head_dim, parameters) for name in names)
             self._norms = (q, k, spec.norm_eps)
         if spec.qk_norm == "all":
             q = parameters.tensor(names[0], spec.q_size, split=COLUMN)

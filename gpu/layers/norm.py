@@ -15,7 +15,7 @@ class RmsNorm:
 
     def __init__(self, spec: ModelSpec, name: str, parameters: Parameters) -> None:
         self.eps = spec.norm_eps
-        self.weight = parameters.tensor(f"{name}.weight", spec.hidden)
+        self.weight = norm_weight(spec, f"{name}.weight", spec.hidden, parameters)
 
     def __call__(
         self, ctx: ForwardContext, part: Part | None, residual: torch.Tensor, keep: torch.Tensor | None = None
@@ -27,3 +27,8 @@ class RmsNorm:
     def add_to(self, ctx: ForwardContext, residual: torch.Tensor, part: Part) -> None:
         """Add the norm of `part` to `residual` [n, hidden] in place."""
         ctx.ops.add_normed(part, residual, self.weight, self.eps)
+
+
+def norm_weight(spec: ModelSpec, name: str, size: int, parameters: Parameters) -> torch.Tensor:
+    """Of a norm over `size` numbers (see `ModelSpec.norm_offset`)."""
+    return parameters.tensor(name, size, dtype=torch.float32 if spec.norm_offset else None)

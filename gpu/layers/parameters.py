@@ -30,9 +30,16 @@ class Parameters:
         self.places: Places = {}
         self.slices: dict[str, Slice] = {}
 
-    def tensor(self, name: str, *shape: int, split: Split | None = None, copies: int = 1) -> torch.Tensor:
-        """A tensor of its own, uninitialised, of the rank's `shape`."""
-        found = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def tensor(
+        self,
+        name: str,
+        *shape: int,
+        split: Split | None = None,
+        copies: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A tensor of its own, uninitialised, of the rank's `shape`; without a `dtype` in the model's."""
+        found = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.place(name, found, split, copies)
         return found
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from core.models import ModelSpec
+from core.models import ModelSpec, Norms
 from gpu.context import AuxStates, ForwardContext
 from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SharedExpert, SparseMlp, unrotated
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
@@ -93,6 +93,27 @@ class PostNormLayer(Layer):
         self._second_norm.add_to(ctx, residual, self._mlp(ctx, residual))
 
 
+class BothNormLayer(Layer):
+    """Attention and MLP, each between two norms: of what goes in, and of what it made."""
+
+    norm_names = ("input_layernorm", "pre_feedforward_layernorm")
+
+    def __init__(self, spec: ModelSpec, layer: int, parameters: Parameters, inputs: int = 0) -> None:
+        super().__init__(spec, layer, parameters, inputs)
+        self._norms_behind = [
+            RmsNorm(spec, f"model.layers.{layer}.{name}", parameters) for name in PostNormLayer.norm_names
+        ]
+
+    def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> None:
+        """See `Layer.transform`."""
+        of_attention, of_mlp = self._norms_behind
+        of_attention.add_to(ctx, residual, self.attention.project(ctx, found))
+        of_mlp.add_to(ctx, residual, self._mlp(ctx, self._second_norm(ctx, None, residual)))
+
+
+_LAYERS: Mapping[Norms, type[Layer]] = {"before": Layer, "behind": PostNormLayer, "both": BothNormLayer}
+
+
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     """`x` times `factor`, in place; most families have no factor, and no kernel for it."""
     return x if factor == 1.0 else x.mul_(factor)
@@ -121,7 +142,9 @@ class Decoder(CausalModel):
         shape = LoraShape({table: spec.hidden}, spec.vocab_rows, slices=slices)
         parameters.adaptable.append(Adaptable(shape, self._adapt_table))
         self._norm = RmsNorm(spec, "model.norm", parameters)
-        kind = PostNormLayer if spec.post_norm else Layer
+        # Rounded as if it were multiplied into the table, which the head may share.
+        self._table_scale = torch.tensor(spec.table_scale, dtype=dtype).item()
+        kind = _LAYERS[spec.norms]
         self._layers = [kind(spec, layer, parameters) for layer in range(spec.layers)]
         heads = {
             "generate": {"lm_head": spec.vocab_rows},
@@ -141,7 +164,7 @@ class Decoder(CausalModel):
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
         rotations = self._rotations(ctx)
-        residual = ctx.ops.embed(self.embedding, ids, self._table_lora)
+        residual = scaled(ctx.ops.embed(self.embedding, ids, self._table_lora), self._table_scale)
         if ctx.embedded is not None:
             residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
         residual = scaled(residual, self.spec.embedding_scale)
@@ -179,7 +202,9 @@ class Decoder(CausalModel):
 
     def logits(self, hidden: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
         """See `CausalModel.logits`."""
-        return scaled(self._head.to_float32(hidden, ops), self.spec.logits_scale)
+        found = scaled(self._head.to_float32(hidden, ops), self.spec.logits_scale)
+        cap = self.spec.logits_cap
+        return found.div_(cap).tanh_().mul_(cap) if cap else found
 
     def _adapt_table(self, lora: LoraMatrix) -> None:
         self._table_lora = lora

@@ -55,7 +55,7 @@ class TorchOps:
         pair = [table[ids], hidden]
         if norms is not None:
             *weights, eps = norms
-            pair = [F.rms_norm(x, w.shape, w, eps) for x, w in zip(pair, weights, strict=True)]
+            pair = [_normed(x, w, eps) for x, w in zip(pair, weights, strict=True)]
         return torch.cat(pair, dim=-1)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
@@ -71,12 +71,12 @@ class TorchOps:
             residual.add_(part)
         if keep is not None:
             keep.copy_(residual)
-        return F.rms_norm(residual, weight.shape, weight, eps)
+        return _normed(residual, weight, eps)
 
     def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
         """See `Ops.add_normed`."""
         assert isinstance(part, Tensor), "these operations leave nothing pending"
-        residual.add_(F.rms_norm(part, weight.shape, weight, eps))
+        residual.add_(_normed(part, weight, eps))
 
     def mean_squares(self, qkv: Tensor, norms: WideNorms) -> Tensor:
         """See `Ops.mean_squares`."""
@@ -99,8 +99,8 @@ class TorchOps:
         x = qkv.view(n, turned + kv_heads, -1)
         if norms is not None:
             q_weight, k_weight, eps = norms
-            x[:, :q_heads] = F.rms_norm(x[:, :q_heads], q_weight.shape, q_weight, eps)
-            x[:, q_heads:turned] = F.rms_norm(x[:, q_heads:turned], k_weight.shape, k_weight, eps)
+            x[:, :q_heads] = _normed(x[:, :q_heads], q_weight, eps)
+            x[:, q_heads:turned] = _normed(x[:, q_heads:turned], k_weight, eps)
         rotate(x[:, :turned], rotation)
         self._attention.store(layer, x[:, q_heads:].view(n, 2, kv_heads, -1))
         return self._attention.attend(layer, x[:, :q_heads], self._view)
@@ -112,7 +112,7 @@ class TorchOps:
         x = kv.view(len(kv), 2, kv_heads, -1)
         if norms is not None:
             _, k_weight, eps = norms
-            x[:, 0] = F.rms_norm(x[:, 0], k_weight.shape, k_weight, eps)
+            x[:, 0] = _normed(x[:, 0], k_weight, eps)
         rotate(x[:, 0], rotation)
         self._attention.store(layer, x)
 
@@ -139,6 +139,11 @@ class TorchOps:
     def routes(self, logits: Tensor, experts: Experts) -> Tensor:
         """See `Ops.routes`."""
         return route(logits, experts)[1]
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last axis, in x's dtype. torch fuses it for one dtype alone."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def _wide(qkv: Tensor, norms: WideNorms) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,8 @@ class Filler:
         self._filled: dict[str, None] = {}
         self._misshapen: list[str] = []
         self._unexpected: list[str] = []
+        self.skipped: list[str] = []
+        """Tensors of the checkpoint that belong to nothing here."""
         self.quantised: list[str] = []
         """Matrices quantised while loading: their places are FP8, and they were not, or scaled otherwise."""
 
@@ -73,11 +75,9 @@ class Filler:
         place = self._places.get(name)
         if place is None:
             # A tied head may be stored as well; transformers ignores it, and so do we.
-            if (
-                own != "lm_head.weight"
-                and not own.endswith(_NOT_WEIGHTS)
-                and not own.startswith(self._unused)
-            ):
+            if own.startswith(self._unused):
+                self.skipped.append(own)
+            elif name != "lm_head.weight" and not own.endswith(_NOT_WEIGHTS):
                 self._unexpected.append(own)
             return False
         if tuple(shape) != (wanted := self._whole(name)):

@@ -48,6 +48,17 @@ def load_model(
         else:
             fill_from_safetensors(filler, source, device, progress)
         filler.finish(str(source))
+        if spec.norm_offset and source.suffix != ".gguf":  # whose converter has added it
+            for name, place in places.items():
+                if name.endswith("norm.weight"):
+                    place.add_(spec.norm_offset)
+        if filler.skipped:
+            log.info(
+                "%d tensors are not used (%s, ...): %s is served as a language model alone",
+                len(filler.skipped),
+                filler.skipped[0],
+                spec.architecture,
+            )
         if filler.quantised and spec.fp8 == spec.stored_fp8:  # not by the operator's --quantization
             log.warning(
                 "%d matrices are not in FP8 as the others of this checkpoint, or not scaled so, and were "

@@ -217,7 +217,7 @@ class _Reader:
 
     def _find(self, module: str) -> _Place:
         """Where a module's factors belong."""
-        for name in (module, f"model.{module}"):
+        for name in (module, f"model.{module}", module.replace("language_model.", "")):
             if (place := self._places.get(name)) is not None:
                 return self._allowed(name, place)
             found = _EXPERT.fullmatch(name)

@@ -53,6 +53,12 @@ def test_speculators_norms_the_residual_unless_told_otherwise() -> None:
     assert not spec("eagle3-speculators", norm_before_residual=False).norm_before_residual
 
 
+def test_a_head_does_not_draft_for_scaled_embeddings() -> None:
+    for name in CONFIGS:
+        with pytest.raises(ModelError, match="Gemma2ForCausalLM scales its embeddings, which an"):
+            read_draft(CONFIGS[name], target(architectures=["Gemma2ForCausalLM"]))
+
+
 def test_a_wider_draft_brings_embedding_and_head() -> None:
     got = spec("eagle3.1", hidden_size=128, target_hidden_size=HIDDEN)
     assert got.own == {"embed_tokens.weight", "lm_head.weight"}

@@ -155,14 +155,15 @@ OLMO_3: dict[str, object] = {
 
 def test_a_config_of_olmo_2() -> None:
     got = read_spec(OLMO_2)
-    assert got.post_norm and got.qk_norm == "all" and not (got.qkv_bias or got.out_bias or got.window(0))
+    assert got.norms == "behind" and got.qk_norm == "all"
+    assert not (got.qkv_bias or got.out_bias or got.window(0))
     assert (got.rope.kind, got.rope.theta, got.norm_eps, got.context_length) == ("none", 5e5, 1e-6, 4096)
     assert got.num_parameters() == pytest.approx(7.299e9, rel=0.001)
 
 
 def test_a_config_of_olmo_3() -> None:
     got = read_spec(OLMO_3)
-    assert got.post_norm and got.qk_norm == "all" and got.context_length == 65536
+    assert got.norms == "behind" and got.qk_norm == "all" and got.context_length == 65536
     assert [got.window(i) for i in range(5)] == [4096, 4096, 4096, 0, 4096]
     assert (got.rope.kind, got.rope.factor, got.rope.original_max) == ("yarn", 8.0, 8192)
     assert got.window_rope == RopeSpec(theta=5e5)
@@ -200,6 +201,99 @@ def test_olmo_3_of_transformers_5_has_a_rope_for_each_type() -> None:
 def test_errors_of_olmo_3_name_the_field(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         read_spec({**OLMO_3, **changes})
+
+
+GEMMA_2: dict[str, object] = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "initializer_range": 0.02,
+    "intermediate_size": 36864, "max_position_embeddings": 8192, "model_type": "gemma2",
+    "num_attention_heads": 32, "num_hidden_layers": 46, "num_key_value_heads": 16, "pad_token_id": 0,
+    "query_pre_attn_scalar": 144, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+    "sliding_window_size": 4096, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+"""As google/gemma-2-27b-it has it, the next as google/gemma-3-1b-it and gemma-3-4b-it."""
+GEMMA_3: dict[str, object] = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+    "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+    "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 262144,
+}  # fmt: skip
+GEMMA_3_4B: dict[str, object] = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+    "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+    "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+        "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+        "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+
+
+def test_a_config_of_gemma_2() -> None:
+    got = read_spec(GEMMA_2)
+    assert got.norms == "both" and got.norm_offset == 1 and got.tied and not got.qk_norm
+    assert (got.activation, got.attention_cap, got.logits_cap) == ("gelu_pytorch_tanh", 50.0, 30.0)
+    assert (got.softmax_scale, got.table_scale) == (1 / 12, 4608**0.5)
+    assert [got.window(i) for i in range(4)] == [4096, 0, 4096, 0] and got.window_rope is None
+    assert got.num_parameters() == pytest.approx(27.227e9, rel=0.001)
+    uncapped = read_spec({**GEMMA_2, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (uncapped.attention_cap, uncapped.logits_cap) == (0.0, 0.0)
+
+
+def test_a_config_of_gemma_3() -> None:
+    got = read_spec(GEMMA_3)
+    assert got.norms == "both" and got.qk_norm == "head" and (got.attention_cap, got.logits_cap) == (0, 0)
+    assert [i for i in range(26) if not got.window(i)] == [5, 11, 17, 23] and got.window(0) == 512
+    assert (got.rope, got.window_rope) == (RopeSpec(theta=1e6), RopeSpec(theta=1e4))
+    assert (got.context_length, got.softmax_scale) == (32768, 1 / 16)
+    assert got.num_parameters() == pytest.approx(1.0e9, rel=0.001)
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    old = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern")
+    later = {name: value for name, value in GEMMA_3.items() if name not in old}
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(26)]
+    assert read_spec({**later, "rope_parameters": ropes, "layer_types": kinds}) == got
+
+
+def test_a_config_of_gemma_3_with_a_vision_tower() -> None:
+    got = read_spec(GEMMA_3_4B)
+    assert (got.heads, got.kv_heads, got.head_dim, got.vocab_size) == (8, 4, 256, 262208)
+    assert (got.layers, got.window(0), got.dtype, got.context_length) == (34, 1024, "bfloat16", 131072)
+    assert (got.rope.kind, got.rope.factor, got.window_rope) == ("linear", 8.0, RopeSpec(theta=1e4))
+    assert got.num_parameters() == pytest.approx(3.88e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
+        ({"hidden_activation": "swish"}, "hidden_activation"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"rope_local_base_freq": "slow"}, "rope_local_base_freq"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_errors_of_gemma_3_name_the_field(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        read_spec({**GEMMA_3, **changes})
 
 
 def test_a_config_of_mixtral() -> None:

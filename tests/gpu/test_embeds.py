@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from core.config import ScheduleConfig
 from core.executor import Capabilities
@@ -23,7 +24,7 @@ from tests.rigs.tiny_model import Tiny
 A = [int(i * 37 % 251) + 3 for i in range(40)]
 B = [int(i * 53 % 241) + 5 for i in range(23)]
 C = [*A[:32], 9, 8, 7, 6, 5]
-FAMILIES = ("llama-tied-bias", "mistral", "qwen2", "qwen3-moe")
+FAMILIES = ("llama-tied-bias", "gemma2", "mistral", "qwen2", "qwen3-moe")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -37,8 +38,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def table(tiny: Tiny) -> Floats:
-    """The model's own embeddings."""
-    rows: Floats = tiny.reference.get_input_embeddings().weight.detach().numpy().copy()
+    """The model's own embeddings, scaled where a family scales what its table gives."""
+    every = torch.arange(tiny_model.VOCAB)
+    rows: Floats = tiny.reference.get_input_embeddings()(every).detach().numpy().copy()
     rows.setflags(write=False)
     return rows
 

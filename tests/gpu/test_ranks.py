@@ -14,7 +14,7 @@ from core.executor import Capabilities
 from core.plan import Chunk, NewSlot, PageWrites, StepFailure, StepPlan, StepResult
 from core.request import SamplingParams
 from core.types import NO_TOKENS
-from gpu.attention import TorchAttention
+from gpu.attention import torch_attention
 from gpu.build import spec_of
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
@@ -96,7 +96,7 @@ def make(path: Path, count: int) -> list[Rank]:
         return KvPool(spec.kv_layers, PAGES, PAGE, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
 
     def rank() -> Rank:
-        attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
+        attention = torch_attention(spec)
         machine = Machine(
             CPU, ExactSizes(), None, attention, lambda pool: lambda view: TorchOps(view, attention),
             begin_step, torch_kernels,

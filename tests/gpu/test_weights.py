@@ -89,6 +89,35 @@ def test_a_fused_matrix_of_another_shape_is_named(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("base", "tower"),
+    [
+        ("language_model.model.", "vision_tower.norm.weight"),
+        ("model.language_model.", "model.vision_tower.norm.weight"),
+    ],
+)
+def test_of_a_model_with_a_vision_tower_the_language_model_is_loaded(
+    base: str, tower: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Norm weights, stored less one, are held as what they multiply by, in float32 also in a 16-bit model."""
+    made = tiny_model.build("gemma3", tmp_path / "text")
+    path = Path(shutil.copytree(made.path, tmp_path / "both"))
+    config = json.loads((path / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    (path / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(path / "model.safetensors")
+    renamed = {name.replace("model.", base, 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {tower: torch.ones(3)}, path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("INFO"):
+        got = load_model(spec_of(path), path, torch.bfloat16, CPU).places()
+    assert f"1 tensors are not used ({tower}, ...)" in caplog.text
+    state = made.reference.state_dict()
+    assert got.keys() == state.keys() - {"lm_head.weight"}
+    for name, place in got.items():
+        norm = name.endswith("norm.weight")
+        assert torch.equal(place, 1.0 + state[name] if norm else state[name].bfloat16()), name
+
+
 @pytest.mark.parametrize("name", ["llama-tied-bias", "qwen2", "qwen3-moe-mixed", "mixtral", "phi3"])
 def test_every_parameter_is_filled_from_any_number_of_files(name: str, tmp_path: Path) -> None:
     whole = tiny_model.build(name, tmp_path / "whole")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from core.models import DraftSpec, ModelSpec
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
-from gpu.attention import TorchAttention
+from gpu.attention import TorchAttention, torch_attention
 from gpu.context import ForwardContext
 from gpu.kv.pool import KvPool
 from gpu.ops.plain import TorchOps
@@ -252,7 +252,7 @@ class Pages(NamedTuple):
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int = 4) -> Pages:
         """Pages for the layers of `spec`."""
-        attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
+        attention = torch_attention(spec)
         pool = KvPool(spec.layers, 64, page_size, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
         attention.bind(pool)
         return cls(Views(2, 32, page_size, 256), attention, pool, [])

@@ -9,7 +9,7 @@ import torch
 
 from core.env import read_json
 from core.models import ModelSpec, read_draft
-from gpu.attention import TorchAttention
+from gpu.attention import torch_attention
 from gpu.build import spec_of
 from gpu.draft import kernels as draft_kernels
 from gpu.draft.block import BlockDrafter
@@ -90,7 +90,7 @@ def small(path: Path, tree: Tree | None = None) -> Make:
 
 def cpu_machine(spec: ModelSpec) -> DraftMachine:
     """For the layers of `spec`."""
-    attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)], spec.softmax_scale)
+    attention = torch_attention(spec)
     heads = (spec.kv_heads, spec.head_dim)
 
     def make_pool(pool: KvPool) -> KvPool:

@@ -14,7 +14,7 @@ from core.command import Action, Command
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.request import SamplingParams
 from gpu.adapting import plan_adapters
-from gpu.attention import EncoderAttention, TorchAttention
+from gpu.attention import EncoderAttention, torch_attention
 from gpu.build import spec_of
 from gpu.kv.pool import KvPool
 from gpu.layers.linear import Places
@@ -88,10 +88,7 @@ class Rig:
                 torch.float32,
                 CPU,
             )
-            windows = [self.spec.window(layer) for layer in range(self.spec.layers)]
-            attention = (
-                TorchAttention(windows, self.spec.softmax_scale) if self.spec.causal else EncoderAttention()
-            )
+            attention = torch_attention(self.spec) if self.spec.causal else EncoderAttention()
             width = HiddenShape(self.spec.hidden, torch.float32)
             vocab = self.spec.vocab_size
             shape = Shape(rows, tokens, rows, pages, page_size, vocab, width, adapters=adapters)

@@ -43,6 +43,14 @@ _MOE: dict[str, Any] = {
     "head_dim": 16,
 }
 
+_GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 20,
+    "final_logit_softcapping": 6.0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-bias": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -109,6 +117,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma2": ("Gemma2", {**_GEMMA, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 4.0}),
+    "gemma3": (
+        "Gemma3",
+        {
+            **_GEMMA,
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 3,
+            "head_dim": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 32, "num_hidden_layers": 2}),
     "qwen2-moe": (
         "Qwen2Moe",
@@ -157,7 +179,8 @@ def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: Any) 
     """Create variant `name` and save it under `directory`; `more` are further changes to its config. The
     weights are deterministic."""
     family, changes = VARIANTS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **changes, **more})
+    kind = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **changes, **more})
     torch.manual_seed(7)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():

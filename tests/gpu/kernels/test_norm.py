@@ -63,6 +63,17 @@ def test_what_is_normed_is_added_to_the_residual(
     assert torch.equal(residual[3:], before[3:]) and torch.equal(x, given)
 
 
+def test_a_weight_may_be_wider_than_the_rows(device: torch.device) -> None:
+    """16-bit rows are multiplied by float32 weights before they are rounded: on average by no less."""
+    x, residual = (torch.randn(64, 96, device=device).half() for _ in range(2))
+    weight = torch.full((96,), 1.0004, device=device)  # 1 in float16
+    expected = reference.rms_norm(x.float(), weight, 1e-6)
+    found, before = rms_norm(x, weight, 1e-6), residual.clone()
+    add_normed(x, residual, weight, 1e-6)
+    assert float((found.float() / expected - 1).mean().abs()) < 1e-4
+    assert torch.equal(residual, before + found)
+
+
 @pytest.mark.parametrize(("q", "k"), [(96, 32), (40, 40)])
 def test_queries_and_keys_are_normed_over_all_heads(
     q: int, k: int, device: torch.device, dtype: torch.dtype, tolerance: float
