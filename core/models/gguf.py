@@ -8,6 +8,8 @@ from typing import Any
 from core.errors import ModelError
 
 GGUF_ARCHITECTURES: Mapping[str, str] = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -27,6 +29,12 @@ _MULTIPLIERS: Mapping[str, str] = {
     "logit_scale": "logits_scaling",
 }
 """Of Granite."""
+_GEMMA: Mapping[str, str] = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
 
 
 def gguf_config(
@@ -79,6 +87,8 @@ def _of_kind(
     found: dict[str, Any] = {}
     if kind == "granite":
         found = {ours: fields.get(f"{kind}.{theirs}", 1.0) for theirs, ours in _MULTIPLIERS.items()}
+    if kind in ("gemma2", "gemma3"):
+        return _gemma(kind, fields, config)
     if not fields.get(f"{kind}.expert_count"):
         return found
     found["num_experts_per_tok"] = want("expert_used_count")
@@ -93,6 +103,15 @@ def _of_kind(
         found["shared_expert_intermediate_size"] = want("expert_shared_feed_forward_length")
         found["qkv_bias"] = config["attention_bias"]
     return found
+
+
+def _gemma(kind: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    # No file says what scores are divided by. The largest differ, known by their layers as in llama.cpp.
+    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[kind]
+    width = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    named = {ours: fields.get(f"{kind}.{theirs}") for theirs, ours in _GEMMA.items()}
+    told = {name: value for name, value in named.items() if value is not None}
+    return {"query_pre_attn_scalar": width, **told}
 
 
 def _rope_scaling(fields: Mapping[str, Any], kind: str, rope_factor: float) -> dict[str, Any] | None:

@@ -33,7 +33,9 @@ _LAYER: Mapping[str, str] = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -47,6 +49,9 @@ _LAYER: Mapping[str, str] = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 """With {} for the number of an expert where a tensor holds the matrices of all."""
+
+_GEMMA: Mapping[str, str] = {**_LAYER, "ffn_norm": "pre_feedforward_layernorm"}
+"""Of architectures with norms behind attention and the MLP too."""
 
 _PERMUTED = ("granite", "llama", "smollm3")
 """Architectures whose q and k are in the order of interleaved rope."""
@@ -95,14 +100,16 @@ def config_from_gguf(path: Path) -> dict[str, Any]:
     return gguf_config(fields, shapes, factor)
 
 
-def hf_name(name: str) -> str:
-    """Checkpoint name of a GGUF tensor. Unknown names stay as they are, so that the filler reports them."""
+def hf_name(name: str, kind: str) -> str:
+    """Checkpoint name of a GGUF tensor, in a file of an architecture. Unknown names stay as they are, so that
+    the filler reports them."""
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{suffix}"
     parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER:
-        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{suffix}"
+    layer = _GEMMA if kind.startswith("gemma") else _LAYER
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in layer:
+        return f"model.layers.{parts[1]}.{layer[parts[2]]}.{suffix}"
     return name
 
 
@@ -116,17 +123,16 @@ def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: P
     """Dequantise every tensor into its place. Raises `ModelError` for a file that cannot be read."""
     fields, found = _open(path)
     permuted: dict[str, int] = {}
-    if (kind := fields.get("general.architecture")) in _PERMUTED:
+    if (kind := str(fields.get("general.architecture"))) in _PERMUTED:
         heads = fields[f"{kind}.attention.head_count"]
         permuted = {"attn_q": heads, "attn_k": fields.get(f"{kind}.attention.head_count_kv", heads)}
     tensors = [tensor for tensor in found if tensor.name != _ROPE_FREQS]
-    tasks = [
-        _reader(filler, tensors[first : first + _RUN], permuted) for first in range(0, len(tensors), _RUN)
-    ]
+    named = [(hf_name(tensor.name, kind), tensor) for tensor in tensors]
+    tasks = [_reader(filler, named[first : first + _RUN], permuted) for first in range(0, len(named), _RUN)]
     run_tasks(tasks, len(tensors), device, progress)
 
 
-def _reader(filler: Filler, tensors: list[ReaderTensor], permuted: Mapping[str, int]) -> Task:
+def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], permuted: Mapping[str, int]) -> Task:
     def put(tensor: ReaderTensor, name: str, rows: Any, shape: tuple[int, ...]) -> None:
         if not filler.wants(name, shape):
             return
@@ -141,8 +147,8 @@ def _reader(filler: Filler, tensors: list[ReaderTensor], permuted: Mapping[str, 
         filler.put(name, weight if heads is None else unpermute(weight, heads))
 
     def read(tick: Callable[[], None]) -> None:
-        for tensor in tensors:
-            name, shape = hf_name(tensor.name), tuple(reversed(tensor.shape.tolist()))
+        for name, tensor in named:
+            shape = tuple(reversed(tensor.shape.tolist()))
             if tensor.name.endswith("ffn_gate_inp_shexp.weight"):  # a vector in the file
                 shape = (1, shape[-1])
             if "{}" in name:

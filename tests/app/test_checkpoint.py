@@ -262,14 +262,7 @@ def write_gguf(path: Path, architecture: str = "llama", pre: str = "smollm") -> 
     tokens = sorted(core["model"]["vocab"], key=core["model"]["vocab"].get)
     special = [token["content"] for token in core["added_tokens"] if token["special"]]
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(128)
-    writer.add_embedding_length(64)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(100_000.0)
+    dimensions(writer)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([*tokens, *special])
@@ -279,7 +272,23 @@ def write_gguf(path: Path, architecture: str = "llama", pre: str = "smollm") -> 
     writer.add_eos_token_id(len(tokens) + 1)
     writer.add_add_bos_token(False)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    writer.add_tensor("token_embd.weight", np.zeros((len(tokens) + len(special), 64), np.float32))
+    finish(writer, len(tokens) + len(special))
+
+
+def dimensions(writer: gguf.GGUFWriter) -> None:
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(100_000.0)
+
+
+def finish(writer: gguf.GGUFWriter, tokens: int) -> None:
+    """Add an embedding of so many tokens, and write the file."""
+    writer.add_tensor("token_embd.weight", np.zeros((tokens, 64), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -323,6 +332,41 @@ def test_a_gguf_file(tmp_path: Path, cache: Path) -> None:
     assert done.stdout == ""
 
 
+def test_a_vocabulary_of_sentencepiece_in_a_gguf_file(tmp_path: Path) -> None:
+    """Gemma's: no merges, bytes for what has no token, no space in front, and marks that end turns."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    kinds = gguf.TokenType
+    typed = [
+        *((token, kinds.CONTROL) for token in special),
+        *((f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)),
+        *((token, kinds.NORMAL) for token in ("he", "ll", "hell", "hello", "▁hello", "▁", *"helo")),
+        ("\n", kinds.USER_DEFINED),
+    ]
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "gemma3")
+    dimensions(writer)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([token for token, _ in typed])
+    writer.add_token_scores([-float(i) for i in range(len(typed))])
+    writer.add_token_types([kind for _, kind in typed])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    finish(writer, len(typed))
+    found = find(path)
+    assert found.config["architectures"] == ["Gemma3ForCausalLM"]
+    tokenizer = Tokenizer.load(found.tokenizer, len(typed), found.eos_ids, found.bos_id)
+    at = {token: i for i, (token, _) in enumerate(typed)}
+    text = "hello hello\n é<end_of_turn>"
+    ids = [at[each] for each in ("hello", "▁hello", "\n", "▁", "<0xC3>", "<0xA9>", "<end_of_turn>")]
+    assert tokenizer.encode(text, add_special=True).tolist() == [2, *ids]
+    assert tokenizer.decode(ids[:-1]) == text.removesuffix("<end_of_turn>")
+    assert {1, at["<end_of_turn>"]} <= tokenizer.eos_ids
+
+
 def test_an_unknown_gguf_architecture_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "mamba")
@@ -363,6 +407,15 @@ def test_families_differ_in_what_they_have() -> None:
     }
     config = gguf_config(fields("qwen3moe", **moe), shapes)
     assert (config["num_experts"], config["moe_intermediate_size"], config["head_dim"]) == (8, 32, 32)
+    for kind, layers, divisor in (
+        ("gemma2", 42, 32),
+        ("gemma2", 46, 16),
+        ("gemma3", 46, 32),
+        ("gemma3", 62, 16),
+    ):
+        gemma = gguf_config(fields(kind, block_count=layers, **{"attention.key_length": 32}), shapes)
+        assert gemma["query_pre_attn_scalar"] == divisor
+    assert "attn_logit_softcapping" not in gemma and "sliding_window" not in gemma
 
 
 def test_rope_scalings() -> None:

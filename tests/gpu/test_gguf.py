@@ -23,6 +23,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("arch", "variant", "fields"),
     [
+        ("gemma2", "gemma2", {"query_pre_attn_scalar": 16}),
+        # Of which layers slide and how wide heads' scores are a file says nothing.
+        ("gemma3", "gemma3", {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6}),
         ("granite", "granite", {}),
         ("llama", "llama", {}),
         ("llama", "mixtral", {}),
@@ -73,9 +76,9 @@ def test_unpermute_undoes_permute() -> None:
 
 
 def test_names() -> None:
-    assert hf_name("blk.12.ffn_gate.weight") == "model.layers.12.mlp.gate_proj.weight"
-    assert hf_name("output.weight") == "lm_head.weight"
-    assert hf_name("blk.0.ssm_a") == "blk.0.ssm_a"
+    assert hf_name("blk.12.ffn_gate.weight", "llama") == "model.layers.12.mlp.gate_proj.weight"
+    assert hf_name("output.weight", "llama") == "lm_head.weight"
+    assert hf_name("blk.0.ssm_a", "llama") == "blk.0.ssm_a"
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
@@ -83,7 +86,9 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"'mamba' is not supported; supported are granite, llama, qwen2,"):
+    with pytest.raises(
+        ModelError, match=r"'mamba' is not supported; supported are gemma2, gemma3, granite, llama, qwen2,"
+    ):
         spec_of(tmp_path / "m.gguf")
 
 

@@ -34,15 +34,23 @@ NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
+GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""What is otherwise there than in `NAMES`."""
+
 PERMUTED = ("granite", "llama", "smollm3")
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str) -> str:
     stem, _, suffix = name.rpartition(".")
     if not stem.startswith("model.layers."):
         return f"{NAMES[stem]}.{suffix}"
     _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{suffix}"
+    names = NAMES | GEMMA if arch.startswith("gemma") else NAMES
+    return f"blk.{layer}.{names[rest]}.{suffix}"
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -72,7 +80,8 @@ def write(path: Path, arch: str, reference: transformers.PreTrainedModel, quanti
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(getattr(config, "head_dim", None) or 16)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
     writer.add_token_list([f"token {i}" for i in range(300)])
     writer.add_token_scores([0.5] * 300)
     writer.add_bos_token_id(1)
@@ -89,6 +98,14 @@ def write(path: Path, arch: str, reference: transformers.PreTrainedModel, quanti
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if arch.startswith("gemma"):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
     for name, tensor in apart(reference.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -98,12 +115,14 @@ def write(path: Path, arch: str, reference: transformers.PreTrainedModel, quanti
             tensor = permute(tensor, config.num_key_value_heads)
         if name.endswith("shared_expert_gate.weight"):
             tensor = tensor.squeeze()
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1.0
         data = tensor.contiguous().numpy()
         if quantise and tensor.dim() > 1:
             kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(gguf_name(name), gguf.quantize(data, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name(name, arch), gguf.quantize(data, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), data)
+            writer.add_tensor(gguf_name(name, arch), data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
