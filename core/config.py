@@ -354,6 +354,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
             "qwen3_coder",
             "glm",
             "kimi_k2",
+            "functiongemma",
+            "gemma4",
         ],
         "format of tool calls; auto: detected from the chat template",
     ] = "auto"

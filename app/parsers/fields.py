@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.parsers.registry import Fields
-from app.parsers.typed import types_of
+from app.parsers.typed import Types, types_of
 
 Element = dict[str, Any]
 """A format of a structural tag."""
@@ -24,6 +24,7 @@ _WHOLE = (
     *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
 )
 """Keywords about an object as a whole."""
+_NOT_TEXT = frozenset({"array", "boolean", "integer", "null", "number", "object"})
 _TRUTH: Mapping[str, tuple[str, ...]] = {"boolean": ("True", "False"), "null": ("None",)}
 
 
@@ -111,14 +112,29 @@ class _Writer(msgspec.Struct, frozen=True):
     def field(self, name: str, schema: Any) -> Element:
         """One argument."""
         fields = self.fields
-        if any(sign in name for sign in "<>\n") or (not fields.raw and not name.isidentifier()):
+        bare = not fields.raw or fields.quote
+        if any(sign in name for sign in "<>\n") or (bare and not name.isidentifier()):
             raise Unsupported(f"the argument {name!r:.60} cannot be written in this model's format.")
         begin = fields.begin % name
+        if fields.quote:
+            return joined("sequence", [const_element(begin), self._quoted(schema, fields.quote)])
         content, end = self._value(schema)
         if not fields.raw:
             return joined("sequence", [const_element(begin), content])
         tag = {"type": "tag", "begin": begin, "content": content, "end": end + fields.end}
         return joined("sequence", [tag, const_element(fields.after)]) if fields.after else tag
+
+    def _quoted(self, schema: Any, quote: str) -> Element:
+        """A string between marks, or any other value as JSON."""
+        types = types_of(schema, self.root)
+        if types is not None and "string" not in types:
+            return json_element(self._inner(schema))
+        if types and (values := _listed_values(schema)):
+            written = (f"{quote}{each}{quote}" if isinstance(each, str) else _json(each) for each in values)
+            return joined("or", [const_element(text) for text in written])
+        text = {"type": "tag", "begin": quote, "content": self._text(schema, types, quote)[0], "end": quote}
+        others = sorted(_NOT_TEXT if types is None else types & _NOT_TEXT)
+        return joined("or", [text, *([json_element({"type": others})] if others else ())])
 
     def _value(self, schema: Any) -> tuple[Element, str]:
         """A value's grammar, and the text before its end mark."""
@@ -130,27 +146,36 @@ class _Writer(msgspec.Struct, frozen=True):
                 return joined("or", words), ""
             return json_element(self._inner(schema)), ""
         if types is None or "string" in types:
-            return self._text(schema, types)
+            return self._text(schema, types, fields.end)
         return json_element(self._inner(schema)), fields.gap
 
-    def _text(self, schema: Any, types: frozenset[str] | None) -> tuple[Element, str]:
-        """A value that may be text without quotes."""
+    def _text(self, schema: Any, types: Types, end: str) -> tuple[Element, str]:
+        """A value that may be text without quotes, up to `end`."""
         fields = self.fields
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None) if types else None
-        if isinstance(values, list) and values:
-            texts = (each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in values)
+        if types and (values := _listed_values(schema)):
+            texts = (each if isinstance(each, str) else _json(each) for each in values)
             return joined("or", [const_element(text) for text in texts]), fields.gap
         if self.strict and (found := _constraining(schema)):
             raise Unsupported(
                 f"'{found}' cannot be enforced: this model writes strings without quotes. Leave '{found}' "
                 'out of the parameters, or send the function without "strict": true.'
             )
-        return {"type": "any_text", "excludes": [fields.end]}, ""
+        return {"type": "any_text", "excludes": [end]}, ""
 
     def _inner(self, schema: Any) -> Any:
         """A property's schema with the definitions that it may refer to."""
         shared = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
         return {**schema, **shared} if shared and isinstance(schema, Mapping) else schema
+
+
+def _listed_values(schema: Mapping[str, Any]) -> list[Any]:
+    """All that a value may be, where its schema lists them."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else []
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _has_no_effect(keyword: str, value: Any) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 
 from app.parsers import formats, tagged
 from app.parsers.calls import Syntax
+from app.parsers.gemma import FUNCTION_GEMMA, GEMMA_4, Marks, gemma
 from app.parsers.pythonic import MARKS, pythonic
 
 
@@ -25,6 +26,8 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     separator: str = ""
     raw: bool = True
     """Strings without quotes; otherwise as in JSON, and true is True."""
+    quote: str = ""
+    """Around strings, and around no other values."""
 
 
 class Writing(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,10 +197,29 @@ _KIMI = ToolFamily(
     special=True,
 )
 
-TOOLS: Mapping[str, ToolFamily] = {
-    family.name: family
-    for family in (_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC, _QWEN_CODER, _GLM, _KIMI)
-}
+
+def _gemma(name: str, marks: Marks) -> ToolFamily:
+    return ToolFamily(
+        name=name,
+        markers=(marks.begin,),
+        calls=gemma(marks),
+        writing=Writing(
+            begin=f"{marks.begin}call:%s{{",
+            end=f"}}{marks.end}",
+            fields=Fields(begin="%s:", quote=marks.quote, separator=","),
+        ),
+        special=True,
+    )
+
+
+_FUNCTION_GEMMA = _gemma("functiongemma", FUNCTION_GEMMA)
+_GEMMA_4 = _gemma("gemma4", GEMMA_4)
+
+_FAMILIES = (
+    *(_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC, _QWEN_CODER, _GLM, _KIMI),
+    *(_FUNCTION_GEMMA, _GEMMA_4),
+)
+TOOLS: Mapping[str, ToolFamily] = {family.name: family for family in _FAMILIES}
 """By the name that `--tool-parser` takes."""
 
 _THINK = ReasoningFamily(name="think", begin="<think>", end="</think>", gap="\n\n")
@@ -238,6 +260,8 @@ _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
     (_QWEN_CODER, (tagged.FUNCTION,)),
     (_GLM, ("<arg_key>",)),
     (_KIMI, formats.KIMI[:1]),
+    (_FUNCTION_GEMMA, FUNCTION_GEMMA[:1]),
+    (_GEMMA_4, GEMMA_4[:1]),
     (_HERMES, ("<tool_call>",)),
     (_MISTRAL, ("[TOOL_CALLS]",)),
     (_DEEPSEEK, formats.DEEPSEEK[:1]),

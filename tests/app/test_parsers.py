@@ -123,6 +123,30 @@ def kimi(calls: Made) -> str:
     return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
 
 
+def gemma_value(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, list):
+        return f"[{','.join(gemma_value(each, quote) for each in value)}]"
+    if isinstance(value, dict):
+        keys = {key: key if key.isidentifier() else json.dumps(key) for key in value}
+        return f"{{{','.join(f'{keys[key]}:{gemma_value(each, quote)}' for key, each in value.items())}}}"
+    return json.dumps(value)
+
+
+def function_gemma(calls: Made) -> str:
+    each = (f"call:{name}{gemma_value(args, '<escape>')}" for name, args in calls)
+    return "".join(f"<start_function_call>{one}<end_function_call>" for one in each)
+
+
+def gemma_4(calls: Made) -> str:
+    marks = ("<start_function_call>", "<|tool_call>"), ("<end_function_call>", "<tool_call|>")
+    text = function_gemma(calls)
+    for theirs, ours in (*marks, ("<escape>", '<|"|>')):
+        text = text.replace(theirs, ours)
+    return text
+
+
 WRITERS: dict[Callable[[Made], str], str] = {
     hermes: "hermes",
     llama: "llama3",
@@ -137,6 +161,8 @@ WRITERS: dict[Callable[[Made], str], str] = {
     glm: "glm",
     glm_47: "glm",
     kimi: "kimi_k2",
+    function_gemma: "functiongemma",
+    gemma_4: "gemma4",
 }
 LEADS = {"hermes": "\n", "qwen3_coder": "\n", "glm": "\n"}
 """What templates write between text and calls."""
@@ -200,6 +226,19 @@ MALFORMED = {
         "<|tool_calls_section_begin|><|tool_call_begin|>:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
         "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>5<|tool_call_end|>",
     ),
+    "functiongemma": (
+        "<start_function_call>",
+        "<start_function_call>f{a:1}<end_function_call>",
+        "<start_function_call>call:{a:1}<end_function_call>",
+        "<start_function_call>call:" + "f" * 300,
+        "<start_function_call>call:f(a:1)<end_function_call>",
+        "<start_function_call>call:f{a}<end_function_call>",
+        "<start_function_call>call:f{:1}<end_function_call>",
+        "<start_function_call>call:f{a:}<end_function_call>",
+        "<start_function_call>call:f{a:{b:[}}<end_function_call>",
+        "<start_function_call>call:f{a:1 {}}<end_function_call>",
+        "<start_function_call>call:f{a:" + "[" * (MAX_DEPTH + 2),
+    ),
     "pythonic": (
         "[1, 2]",
         "[]",
@@ -239,6 +278,14 @@ def test_calls_are_read_however_the_text_is_cut(writer: Callable[[Made], str], a
             content, read_calls = read(WRITERS[writer], pieces)
             assert [(name, json.loads(arguments)) for name, arguments in read_calls] == calls
             assert content == wanted
+
+
+def test_strings_of_gemma_may_be_as_in_json_or_bare() -> None:
+    text = '<|tool_call>call:f{ text: New York, a: [1, "b\\n", {"c": <|"|>d}<|"|>, e:x}] }<tool_call|>'
+    for pieces in cuts(text):
+        content, [(name, arguments)] = read("gemma4", pieces)
+        assert (content, name) == ("", "f")
+        assert json.loads(arguments) == {"text": "New York", "a": [1, "b\n", {"c": "d}", "e": "x"}]}
 
 
 def test_python_marks_around_a_list_are_no_content() -> None:
@@ -572,6 +619,7 @@ def test_any_arguments_survive(calls: Made, writer: Callable[[Made], str], seed:
                 *('"name"', '"arguments": {', '{"name": "f", ', "<tool_call>", "</tool_call>", "f("),
                 *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<｜tool▁calls▁begin｜>"),
                 *("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "```json", "<｜tool▁call▁end｜>"),
+                *("<start_function_call>", "call:f{", "a:", "<escape>", "<end_function_call>"),
             ]
         ),
         max_size=30,
@@ -633,6 +681,7 @@ OPENINGS = {
     "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n",
     "glm": "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>",
+    "gemma4": "<|tool_call>call:f{a:",
 }
 
 

@@ -151,6 +151,9 @@ WRITTEN = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
     '<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|><|tool_call_begin|>functions.now:1'
     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "functiongemma": "<start_function_call>call:weather{city:<escape>Oslo<escape>}<end_function_call>"
+    "<start_function_call>call:now{}<end_function_call>",
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
     "mistral [ARGS]": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]now[ARGS]{}',
     "deepseek_v3 <｜tool▁sep｜>": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
@@ -189,7 +192,7 @@ def test_calls_in_an_unknown_format_cannot_be_made_to_happen() -> None:
         assert refused.value.param == ("tool_choice" if wanted.calls == "required" else "tools")
 
 
-TAGGED = ("qwen3_coder", "glm", "pythonic")
+TAGGED = ("qwen3_coder", "glm", "pythonic", "functiongemma")
 """Families that write arguments one by one."""
 TRIP = {
     "type": "object",
@@ -210,6 +213,9 @@ def tagged(family: str, **values: str) -> str:
     """A call of `trip`, its arguments as they stand in the text."""
     if family == "pythonic":
         return f"[trip({', '.join(f'{key}={value}' for key, value in values.items())})]"
+    if family == "functiongemma":
+        each = (f"{key}:{value}" for key, value in values.items())
+        return f"<start_function_call>call:trip{{{','.join(each)}}}<end_function_call>"
     if family == "glm":
         each = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items())
         return f"<tool_call>trip\n{''.join(each)}</tool_call>"
@@ -221,7 +227,7 @@ def tagged(family: str, **values: str) -> str:
 @pytest.mark.parametrize("calls", ["required", "auto"])
 def test_arguments_one_by_one_are_held_to_their_schemas(family: str, calls: str) -> None:
     spec = grammar(TOOLS[family], tools=(Tool("trip", TRIP, True),), calls=calls)
-    quote = '"' if family == "pythonic" else ""
+    quote = {"pythonic": '"', "functiongemma": "<escape>"}.get(family, "")
     true = "True" if family == "pythonic" else "true"
     right = (
         {"days": "3"},
@@ -256,9 +262,10 @@ def test_arguments_of_which_none_is_required_may_be_any_of_them() -> None:
 
 def test_functions_that_are_not_strict_are_held_to_names_within_free_text() -> None:
     tools = (Tool("trip", TRIP), STRICT)
-    for family in ("qwen3_coder", "glm"):
+    for family in ("qwen3_coder", "glm", "functiongemma"):
         spec = grammar(TOOLS[family], tools=tools, calls="auto")
-        assert accepts(spec, tagged(family, days="soon")) and not accepts(spec, tagged(family, when="soon"))
+        soon = "<escape>soon<escape>" if family == "functiongemma" else "soon"
+        assert accepts(spec, tagged(family, days=soon)) and not accepts(spec, tagged(family, when=soon))
         assert accepts(spec, "Soon. " + tagged(family, days="1"))
     coder = grammar(TOOLS["qwen3_coder"], tools=tools, calls="auto")
     assert not accepts(coder, "<function=trip>\n</function>")  # it would be read as a call

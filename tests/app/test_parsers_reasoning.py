@@ -159,6 +159,8 @@ def test_real_templates_say_of_which_family_they_are() -> None:
         ("<tool_call>\n<function=name>", "qwen3_coder", None),
         ("<tool_call>{name}\n<arg_key>", "glm", None),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),
+        ("<start_function_declaration> <start_function_call>call:", "functiongemma", None),
+        ("<|tool>declaration: <|tool_call>call:", "gemma4", None),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", None),
         ("[TOOL_CALLS] [THINK][/THINK]", "mistral", "mistral"),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3", None),
