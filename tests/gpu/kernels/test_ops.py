@@ -53,7 +53,7 @@ ROWS = 4
 
 def build(variant: str, folder: Path) -> Path:
     """A checkpoint of two layers, because the interpreter is slow."""
-    windowed = variant in ("olmo3", "qwen3-window")
+    windowed = variant in ("gemma3", "olmo3", "qwen3-window")
     more = {"layer_types": ["sliding_attention", "full_attention"]} if windowed else {}
     return tiny_model.build(variant, folder, num_hidden_layers=2, **more).path
 
@@ -139,6 +139,7 @@ FAMILIES = (
     "llama-tied-bias",
     "llama-llama3",  # head_dim 24
     "llama-dynamic",
+    "gemma3",
     "mistral",
     "olmo3",
     "qwen2",
