@@ -72,6 +72,7 @@ def elementwise() -> Iterator[Check]:
         yield Check("add_rms_norm", f"{case}: residual", kept)
         both = _randn(rows, 2 * width)
         yield Check("silu_mul", case, error(gated.silu_mul(both), reference.silu_mul(both)))
+        yield Check("gelu_mul", case, error(gated.gelu_mul(both), reference.gelu_mul(both)))
     for heads, normed, rotary, rows in (
         (Heads(), True, 128, 513),
         (Heads(32, 8, 128), False, 128, 7),

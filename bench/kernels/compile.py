@@ -246,6 +246,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "block 512": lambda: block_gemm_case(512, "8B qkv"),
         "block 4096": lambda: block_gemm_case(4096, "8B qkv"),
         "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
+        "gated, gelu": lambda: gated.gelu_mul(x, num_rows=n, pdl=pdl),
         "qkv": fused_qkv,
         "lora 1": lambda: lora(1, (4096, 1024, 1024), 4096),
         "lora 32": lambda: lora(32, (12_288, 12_288), 4096),

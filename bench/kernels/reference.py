@@ -27,6 +27,12 @@ def silu_mul(both: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(both.dtype)
 
 
+def gelu_mul(both: Tensor) -> Tensor:
+    """The same with gelu, by tanh."""
+    gate, up = both.float().chunk(2, -1)
+    return (F.gelu(gate, approximate="tanh") * up).to(both.dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x · cos + roll(x) · sin in the first `rotary` of [n, heads, dim]; cos, sin [n, rotary]."""
     rotary = cos.shape[-1]

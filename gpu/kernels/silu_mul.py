@@ -1,4 +1,4 @@
-"""silu(gate) · up of a fused projection."""
+"""silu(gate) · up of a fused projection, and the same with gelu."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def _silu_mul(
     num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     SPAN: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -29,7 +30,11 @@ def _silu_mul(
     at = both + row * 2 * WIDTH + cols
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + cols, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+    inner = gate
+    if GELU:
+        # (1 + tanh(y)) / 2 = sigmoid(2 y), with y = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out + row * WIDTH + cols, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=mask)
 
 
 def silu_mul(both: Tensor, *, num_rows: Tensor | None = None, pdl: bool = False) -> Tensor:
@@ -37,10 +42,19 @@ def silu_mul(both: Tensor, *, num_rows: Tensor | None = None, pdl: bool = False)
 
     `num_rows` int32 [1] on the device: rows from there on are left out.
     """
+    return _launch(both, num_rows, pdl, gelu=False)
+
+
+def gelu_mul(both: Tensor, *, num_rows: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """`silu_mul` with gelu in its approximation by tanh."""
+    return _launch(both, num_rows, pdl, gelu=True)
+
+
+def _launch(both: Tensor, num_rows: Tensor | None, pdl: bool, *, gelu: bool) -> Tensor:
     rows, width = len(both), both.shape[1] // 2
     out = both.new_empty(rows, width)
     span = min(BLOCK, pow2(width))
     _silu_mul[(rows, cdiv(width, span))](
-        both, out, num_rows, WIDTH=width, SPAN=span, **launch_options(pdl, 4)
+        both, out, num_rows, WIDTH=width, SPAN=span, GELU=gelu, **launch_options(pdl, 4)
     )
     return out

@@ -29,7 +29,8 @@ Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, r
 one that sums, adds and norms. Above 64 rows route is two.
 
 A norm that stands behind attention or the MLP is one launch, as one before them. Where queries and keys are
-normed over all heads together, that is a launch more (plain: 18).
+normed over all heads together, that is a launch more (plain: 18). gelu by tanh is a launch of its own at any
+number of rows; other activations are two of torch's.
 
 A step adds embedding, rotation (plain: 8), first norm and head, one each.
 
@@ -62,7 +63,7 @@ from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahea
 from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import add_normed, embed_beside, mean_squares, norm_wide, rms_norm
-from gpu.kernels.silu_mul import silu_mul
+from gpu.kernels.silu_mul import gelu_mul, silu_mul
 from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, PendingExperts, Rotation, WideNorms
 from gpu.ops.fp8 import fp8_linear
@@ -226,6 +227,8 @@ class TritonOps:
 
     def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`; up to 64 rows in one kernel. With adapters silu is `expand`'s."""
+        if activation == "gelu_pytorch_tanh":
+            return gelu_mul(self.linear(x, matrix), num_rows=self.num_rows, pdl=self._kernels.pdl)
         if activation != "silu":
             return gate(self.linear(x, matrix), activation)
         if matrix.lora is None or self._adapters is None:

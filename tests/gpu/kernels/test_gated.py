@@ -1,4 +1,4 @@
-"""SiLU and multiply against its twin."""
+"""SiLU, or GELU, and multiply against their twins."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import torch
 
 from bench.kernels import reference
 from bench.kernels.inputs import error, scalar
-from gpu.kernels.silu_mul import silu_mul
+from gpu.kernels.silu_mul import gelu_mul, silu_mul
 
 
 @pytest.mark.parametrize("width", [40, 1100])
-def test_silu_mul(width: int, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
-    both = torch.randn(4, 2 * width, device=device).to(dtype)
-    found = silu_mul(both, num_rows=scalar(3, device))
-    assert error(found[:3], reference.silu_mul(both)[:3]) < tolerance
+def test_activate_and_multiply(
+    width: int, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    both = (3 * torch.randn(4, 2 * width, device=device)).to(dtype)
+    for made, expected in ((silu_mul, reference.silu_mul), (gelu_mul, reference.gelu_mul)):
+        found = made(both, num_rows=scalar(3, device))
+        assert error(found[:3], expected(both)[:3]) < tolerance
