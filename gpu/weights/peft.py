@@ -217,6 +217,7 @@ class _Reader:
 
     def _find(self, module: str) -> _Place:
         """Where a module's factors belong."""
+        # Without the base's prefix, or within a model that sees images too.
         for name in (module, f"model.{module}", module.replace("language_model.", "")):
             if (place := self._places.get(name)) is not None:
                 return self._allowed(name, place)

@@ -44,6 +44,15 @@ def test_what_an_adapter_leaves_is_zero(llama: Path, tmp_path: Path) -> None:
     assert not any(tensor.any() for tensor in found["model.layers.1.self_attn.o_proj"][:3])
 
 
+@pytest.mark.parametrize("base", ["layers.", "model.language_model.layers.", "language_model.model.layers."])
+def test_modules_may_be_named_within_another_model(base: str, llama: Path, tmp_path: Path) -> None:
+    adapter = lora.adapter_for(llama, ["q_proj"])
+    named = {name.replace("model.layers.", base): factors for name, factors in adapter.items()}
+    found = read(llama, lora.save(named, tmp_path / "a", alpha=4))
+    name = "model.layers.1.self_attn.q_proj"
+    torch.testing.assert_close(delta(found[name], 0), adapter[name].b @ adapter[name].a)
+
+
 @pytest.mark.parametrize("rslora", [False, True])
 def test_ranks_and_alphas_by_pattern(llama: Path, tmp_path: Path, rslora: bool) -> None:
     """In fp32 the text of merged weights, each module by its own scale."""
