@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from core.types import LogprobsMode
 
-SchedulePolicy = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
+SchedulePolicy = Literal["fair", "fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 Eviction = Literal["lru", "lfu", "fifo", "priority"]
 Algorithm = Literal["auto", "none", "ngram", "eagle", "eagle3", "dflash", "draft-model"]
 LogFormat = Literal["text", "json"]
@@ -133,7 +133,11 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
         Meta(gt=0),
     ] = 32.0
     max_running: Annotated[int, "maximum running requests; 0: chosen by device", "REQUESTS", Meta(ge=0)] = 0
-    order: Annotated[SchedulePolicy, "which waiting request runs next"] = "fcfs"
+    order: Annotated[
+        SchedulePolicy,
+        "which waiting request runs next; fair: one of the API key that was served the fewest tokens, so "
+        "that a key with many or long prompts delays itself; with one key, or none, it is fcfs",
+    ] = "fair"
     prefill_first: Annotated[bool, "run prompts in steps of their own, before decodes"] = False
     overlap_depth: Annotated[
         int,

@@ -150,7 +150,9 @@ class BeamRun(LiveRun):
             prompt_logprobs=prompt_logprobs,
         )
         id = f"{job.id}-{len(prompt) - len(self.prompt)}.{index}"
-        return Request(id, prompt, params, arrival=self._clock(), priority=job.priority, root=job.root)
+        made = Request(id, prompt, params, arrival=self._clock(), priority=job.priority, root=job.root)
+        made.caller = job.owner
+        return made
 
     def _queue(self, requests: list[Request]) -> None:
         self._round_over.clear()

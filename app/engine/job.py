@@ -79,7 +79,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     root: RootKey = RootKey()
     owner: str = ""
-    """The tenant who may abort it and ask for its timings: tenants may share a `root`."""
+    """The tenant who may abort it and ask for its timings, and the caller whose turn it takes: tenants may
+    share a `root`."""
     keep: Keep | None = None
     prompt_param: str = "prompt"
     """The field that an error about the prompt names: `messages` for chat."""

@@ -257,7 +257,7 @@ class Submitter:
             request = Request(
                 f"{job.id}-{index}", prompt, own, arrival=now, priority=job.priority, root=job.root
             )
-            request.grammar, request.embeds = grammar, job.embeds
+            request.caller, request.grammar, request.embeds = job.owner, grammar, job.embeds
             run.requests.append(request)
         run.requests[0].pinning = pinning  # its prompt is the others' too
         engine.add(run.requests, [self._stream(index, run, job) for index in range(job.n)])

@@ -77,6 +77,8 @@ class Request(msgspec.Struct, eq=False):
     params: SamplingParams
     arrival: float = 0.0
     priority: int = 0
+    caller: str = ""
+    """Who is served by it, by `core/schedule/callers.py`: a digest of the API key."""
     root: RootKey = PLAIN_ROOT
     grammar: CompiledGrammar | None = None
     pinning: Pinning | None = None

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import chain
+from math import inf
 from operator import attrgetter
 
 from core.cache.manager import CacheManager
@@ -43,6 +46,7 @@ def schedule_policy(name: SchedulePolicy, cache: CacheManager) -> Policy:
     """The policy of that name, for requests whose prefixes are looked up in `cache`."""
     prefixes = Prefixes(cache)
     policies: dict[SchedulePolicy, Policy] = {
+        "fair": by_caller,
         "fcfs": list,
         "priority": by_priority,
         "lof": ranked(longest_output),
@@ -53,9 +57,37 @@ def schedule_policy(name: SchedulePolicy, cache: CacheManager) -> Policy:
     return policies[name]
 
 
-def by_priority(waiting: Waiting) -> list[Request]:
-    """Highest priority first, then as they stand in the queue."""
-    return sorted(waiting, key=attrgetter("priority"), reverse=True)
+def by_caller(waiting: Waiting) -> Iterable[Request]:
+    """First those of the caller who was served least, each caller's in order of arrival. Nobody starves: the
+    counter of who waits stands still, those of the others grow."""
+    return list(waiting) if len(waiting.lines) < 2 else _in_turn(waiting, lambda request: 0)
+
+
+def by_priority(waiting: Waiting) -> Iterable[Request]:
+    """Highest priority first, those of equal priority by caller."""
+    if len(waiting.lines) < 2:
+        return sorted(waiting, key=attrgetter("priority"), reverse=True)
+    return _in_turn(waiting, lambda request: -request.priority)
+
+
+def _in_turn(waiting: Waiting, rank: Rank) -> Iterator[Request]:
+    """The least rank first. Of equal ones those that ran already, then those of the caller who was served
+    least, counting what was planned since the one before was taken from here: with n callers each request
+    takes O(log n)."""
+    heap: list[tuple[float, float, int, Request, Iterator[Request]]] = []
+
+    def push(line: Iterator[Request]) -> None:
+        request = next(line, None)
+        if request is not None:
+            served = -inf if request.retractions else waiting.callers.served(request.caller)
+            heappush(heap, (rank(request), served, request.number, request, line))
+
+    for requests in chain([waiting.retracted], waiting.lines.values()):
+        push(iter(sorted(requests, key=rank)))
+    while heap:
+        *_, request, line = heappop(heap)
+        yield request
+        push(line)
 
 
 def ranked(ranking: Ranking) -> Policy:

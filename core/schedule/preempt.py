@@ -6,16 +6,20 @@ from collections.abc import Iterable
 from heapq import nsmallest
 
 from core.request import Request
+from core.schedule.policy import by_priority
 from core.schedule.prefill import Prefills
+from core.schedule.queue import Waiting
 
 MAX_VICTIMS = 8
 """Victims for one request at most; a request that needs more waits. It bounds the work of a step."""
 
 
-def preempted(head: Request, running: Iterable[Request], gap: int, prefills: Prefills) -> list[Request]:
-    """The fewest of `running`, all at least `gap` below `head` in priority, without which it could start: the
-    least important first, of equals the youngest. None if it can start anyway, or not even without them."""
-    if prefills.would_fit(head):
+def preempted(waiting: Waiting, running: Iterable[Request], gap: int, prefills: Prefills) -> list[Request]:
+    """The fewest of `running`, all at least `gap` below the first waiting request in priority, without which
+    that could start: the least important first, of equals the youngest. None if it can start anyway, or not
+    even without them."""
+    head = next((r for r in by_priority(waiting) if prefills.places.find(r) is not None), None)
+    if head is None or prefills.would_fit(head):
         return []
     below = (r for r in running if head.priority - r.priority >= gap)
     victims = nsmallest(MAX_VICTIMS, below, key=lambda r: (r.priority, -r.number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import chain, islice
 
@@ -15,9 +16,10 @@ from core.request import Pinning, Request, State
 from core.request.params import Hidden
 from core.schedule.adapters import Places
 from core.schedule.builder import PlanBuilder
+from core.schedule.callers import SHARED_CHUNK
 from core.schedule.chunk_budget import ChunkBudget
 from core.schedule.new_token_ratio import CLIP, NewTokenRatio
-from core.schedule.policy import Policy, by_priority
+from core.schedule.policy import Policy, by_caller, by_priority
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
 from core.types import Floats, Ints
@@ -35,6 +37,10 @@ class Prefills:
     shorter ones behind it, of no lower priority, overtake it if the other half holds all that is left of
     them. None is overtaken for longer than that first one takes: then it is the first itself, and those
     behind it wait for its pages.
+
+    Where the policy is fair, callers with long prompts take turns: one that is under way waits while a caller
+    who was served less has another. While callers share the device steps are short (`SHARED_CHUNK`), because
+    the step in flight is what each of them waits for.
 
     A chunk's full pages enter the tree as soon as it is planned: stream order makes them readable for every
     later plan, and for later rows of this one too, because a layer stores the whole step's K and V before
@@ -62,6 +68,7 @@ class Prefills:
         self._policy = policy
         limits = capabilities.adapters
         self.places = Places(0 if limits is None else limits.places, urgent=policy is by_priority)
+        self._fair = policy in (by_caller, by_priority)
         self._under_way: list[tuple[Request, Ints]] = []
         self.admitted: list[Request] = []
         """Requests that the last `plan` admitted."""
@@ -80,11 +87,12 @@ class Prefills:
         builder.prompts = len(self._under_way) + len(self._waiting)
         if builder.prompts:
             builder.room = self.budget.room(builder.room, builder.decode_tokens, self._first_start())
+            self._share(builder)
         done: list[Request] = []
         remaining: list[tuple[Request, Ints]] = []
         self.admitted = []
-        under_way = iter(self._under_way)
-        for request, tokens in chain(under_way, self._admit(builder)):
+        under_way = deque(self._under_way)
+        for request, tokens in self._line(builder, under_way):
             if self._left(request, tokens) > builder.room:
                 remaining.append((request, tokens))
                 break
@@ -116,22 +124,54 @@ class Prefills:
         """Tokens before the next chunk of the first prompt under way."""
         return int(self._table.least[self._under_way[0][0].slot]) if self._under_way else 0
 
-    def _admit(self, builder: PlanBuilder) -> Iterator[tuple[Request, Ints]]:
-        """Admit waiting requests until the first that does not fit: overtaking would starve it. A retracted
-        request that still waits for in-flight tokens stops admission too: its pages are not for those behind
-        it. One whose adapter has no place yet is overtaken."""
+    def shared(self, now: float) -> bool:
+        """Whether callers share the device, in turns."""
+        return self._fair and self._waiting.callers.share(now)
+
+    def _share(self, builder: PlanBuilder) -> None:
+        """Limit the step, and sort prompts under way, where callers share it. A prompt that must be computed
+        in one step is not divided."""
+        if self._whole or not self.shared(builder.now):
+            return
+        callers = self._waiting.lines.keys() | {request.caller for request, _ in self._under_way}
+        builder.room = min(builder.room, SHARED_CHUNK * max(len(callers) - 1, 1))
+        self._under_way.sort(key=lambda each: self._turn(each[0]))
+
+    def _line(
+        self, builder: PlanBuilder, under_way: deque[tuple[Request, Ints]]
+    ) -> Iterator[tuple[Request, Ints]]:
+        """Prompts under way, which are taken from there, then those that are admitted from the queue. One
+        whose turn is before that of a prompt under way is admitted first."""
+        if not self._fair or not self._waiting.callers.several:
+            while under_way:
+                yield under_way.popleft()
+        for request, place in self._startable(builder):
+            while under_way and self._turn(under_way[0][0]) <= self._turn(request):
+                yield under_way.popleft()
+            tokens = self._try_start(builder, request, place)
+            if tokens is None:
+                break
+            yield request, tokens
+        while under_way:
+            yield under_way.popleft()
+
+    def _turn(self, request: Request) -> tuple[int, float]:
+        """Of two prompts where callers share the device, the one with the smaller goes first."""
+        priority = request.priority if self._policy is by_priority else 0
+        return -priority, self._waiting.callers.served(request.caller)
+
+    def _startable(self, builder: PlanBuilder) -> Iterator[tuple[Request, int]]:
+        """Waiting requests with the places of their adapters, until the first that does not fit: overtaking
+        would starve it. A retracted request that still waits for in-flight tokens stops admission too: its
+        pages are not for those behind it. One whose adapter has no place yet is overtaken."""
         if builder.room <= 0 or not self._table.free or not len(self._waiting):
             return
         for request in self._policy(self._waiting):
             if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
             place = self.places.find(request)
-            if place is None:
-                continue
-            tokens = self._try_start(builder, request, place)
-            if tokens is None:
-                return
-            yield request, tokens
+            if place is not None:
+                yield request, place
 
     def _overtaking(self, builder: PlanBuilder, first: Request) -> Iterator[tuple[Request, Ints]]:
         """Admit waiting requests whose whole prompts fit beside that of `first`, until there are no pages for
@@ -270,6 +310,7 @@ class Prefills:
         if wants:
             request.logprobs_from = known + 1
         request.history.append((builder.now, "chunk", n))
+        self._waiting.callers.prompt(request, n)
         table.least[slot] = table.most[slot] = end
         assert request.hold is not None
         self._cache.commit(request.hold, request.root, tokens[:end], request.priority)

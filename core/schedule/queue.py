@@ -8,6 +8,7 @@ from itertools import chain, takewhile
 
 from core.errors import Overloaded
 from core.request import Request
+from core.schedule.callers import Callers
 
 
 class Waiting:
@@ -22,6 +23,9 @@ class Waiting:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._arrived: OrderedDict[Request, None] = OrderedDict()
         self._returned: dict[Request, None] = {}
+        self.callers = Callers()
+        self.lines: dict[str, dict[Request, None]] = {}
+        """The requests of each caller that have not run yet, in order of arrival."""
         self.adapters: dict[str, dict[Request, None]] = {}
         """The requests of each adapter."""
         self._max_requests = max_requests
@@ -37,9 +41,9 @@ class Waiting:
         return chain(self._returned, self._arrived)
 
     @property
-    def retracted(self) -> int:
+    def retracted(self) -> list[Request]:
         """Requests that ran already."""
-        return len(self._returned)
+        return list(self._returned)
 
     @property
     def tokens(self) -> int:
@@ -58,6 +62,8 @@ class Waiting:
         request.number, self._number = self._number, self._number + 1
         request.since = now
         self._arrived[request] = None
+        self.lines.setdefault(request.caller, {})[request] = None
+        self.callers.enter(request.caller)
         self._prompts += len(request.prompt)
         self._count([request])
 
@@ -81,10 +87,9 @@ class Waiting:
         else:
             del self._arrived[request]
             self._prompts -= len(request.prompt)
-        if adapter := request.root.adapter:
-            del self.adapters[adapter][request]
-            if not self.adapters[adapter]:
-                del self.adapters[adapter]
+            _drop(self.lines, request.caller, request)
+        if request.root.adapter:
+            _drop(self.adapters, request.root.adapter, request)
 
     def overdue(self, most: int) -> int:
         """Number of requests at the head of the queue that ran already or have been overtaken by at least
@@ -98,3 +103,10 @@ class Waiting:
         """Requests that have waited for their first token since before `since`."""
         returned = [r for r in self._returned if r.since < since and not r.output]
         return returned + list(takewhile(lambda r: r.since < since, self._arrived))
+
+
+def _drop(groups: dict[str, dict[Request, None]], name: str, request: Request) -> None:
+    """Remove it from the group of that name, and the group with its last one."""
+    del groups[name][request]
+    if not groups[name]:
+        del groups[name]

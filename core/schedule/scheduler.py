@@ -22,7 +22,7 @@ from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
 from core.schedule.ledger import Arrived, InFlightStep, arrive, by_request, renumbered
 from core.schedule.new_token_ratio import NewTokenRatio
-from core.schedule.policy import by_priority, schedule_policy
+from core.schedule.policy import schedule_policy
 from core.schedule.preempt import preempted
 from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
@@ -41,6 +41,9 @@ SHORT_STEP = 1.5e-3
 step planned behind it the host takes about half a millisecond, and the GPU waits for it if the step in
 between is shorter: with a simulated device of 0.5 ms and one client a step took 0.65 ms, now 0.57. Longer
 steps hide the host, and there a deeper queue would only delay new requests."""
+LONG_STEP = 10e-3
+"""Seconds of a step from which on, while callers share the device, none is planned behind one with prompts: a
+prompt of another caller would wait for both. The host's half millisecond is 5% of it at most."""
 
 
 class Confirmed(NamedTuple):
@@ -136,6 +139,7 @@ class Scheduler:
             self._release_slot(request)
         request.move(State.FINISHED)
         request.finish = finish
+        self._waiting.callers.leave(request.caller, self._clock())
         self.counters.finished[finish.reason.value] += 1
 
     def abort(self, request: Request, finish: Finish = ABORTED) -> None:
@@ -178,7 +182,7 @@ class Scheduler:
         """The next step, or None when there is nothing to run."""
         now = self._clock()
         self.expire(now)
-        if self._config.order == "priority":
+        if self._config.order == "priority" and not self._draining:
             self._preempt()
         limits = self._capabilities
         grant, samples = self._budget.without_rows(), self._decode_samples()
@@ -231,7 +235,10 @@ class Scheduler:
                 self.counters.cached_tokens += request.cached
 
     def may_plan(self, depth: int) -> bool:
-        """Whether another step may be planned at this overlap depth; 1 is 2 for steps below `SHORT_STEP`."""
+        """Whether another step may be planned at this overlap depth; 1 is 2 for steps below `SHORT_STEP`, and
+        0 behind `LONG_STEP` with prompts where callers share the device."""
+        if self._step_seconds >= LONG_STEP and self._flights and self._flights[-1].prompts:
+            depth = 0 if self._prefills.shared(self._clock()) else depth
         short = 0.0 < self._step_seconds < SHORT_STEP and self._capabilities.device != "cpu"
         return self.in_flight <= (2 if depth == 1 and short else depth)
 
@@ -253,6 +260,7 @@ class Scheduler:
         finished = self._apply_chunks(flight)
         arrived = arrive(flight, result, table)
         tokens = arrived.tokens.tolist()
+        self._waiting.callers.output(arrived.requests)
         for request, token in zip(arrived.requests, tokens, strict=True):
             request.output.append(token)
         ends, cut = self._end_rows(arrived, tokens)
@@ -349,13 +357,8 @@ class Scheduler:
                 request.move(State.WAITING)
 
     def _preempt(self) -> None:
-        """Preempt requests whose priority is far below that of the first in the queue."""
-        startable = (r for r in by_priority(self._waiting) if self.places.find(r) is not None)
-        head = next(startable, None)
-        if head is not None and not self._draining:
-            gap = self._config.preemption_gap
-            for request in preempted(head, self._table.running(), gap, self._prefills):
-                self.retract(request)
+        gap = self._config.preemption_gap
+        self._retract(preempted(self._waiting, self._table.running(), gap, self._prefills))
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -387,7 +390,7 @@ class Scheduler:
         return SchedulerStatistics(
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
-            retracted=self._waiting.retracted,
+            retracted=len(self._waiting.retracted),
             running=self.running,
             in_flight=self.in_flight,
             steps=self.counters.steps,

@@ -267,3 +267,14 @@ async def test_rows_of_several_tokens_are_counted_as_rows(tokenizer: Tokenizer) 
     assert told["mean_rows"] == 1.0 and 15 <= told["steps"] < 50
     assert sum(bench.engine.statistics().histograms.inter_token.counts) < told["steps"]
     bench.engine.close()
+
+
+async def test_jobs_of_owners_take_turns(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, rows=1)
+    runs = [await bench.start(f"a{i}", 4, owner="a") for i in range(3)]
+    runs += [await bench.start("b", 4, owner="b"), await bench.start("c", 4, n=2, owner="c")]
+    while not bench.engine.idle:
+        bench.executor.complete(len(bench.executor.pending))
+        await settle()
+    order = sorted((r for run in runs for r in run.requests), key=lambda request: request.started_at)
+    assert [r.id for r in order] == ["a0-0", "b-0", "c-0", "a1-0", "c-1", "a2-0"]

@@ -116,7 +116,7 @@ def test_steady_traffic_of_the_resident_adapters_starves_nobody() -> None:
     h.run()
 
 
-@pytest.mark.parametrize("order", ["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"])
+@pytest.mark.parametrize("order", ["fair", "fcfs", "lpm", "dfs-weight", "lof", "random", "priority"])
 @pytest.mark.parametrize("places", [1, 2, 3])
 def test_every_one_of_more_adapters_than_places_gets_its_turn(order: str, places: int) -> None:
     h = Harness(places=places, rows=6, order=order, pages=256)

@@ -12,7 +12,7 @@ from core.request import Request, State
 from core.schedule.policy import OVERTAKEN
 from tests.rigs.scheduler import VOCAB, Harness
 
-POLICIES: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
+POLICIES: tuple[SchedulePolicy, ...] = ("fair", "fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 
 
 def admissions(h: Harness) -> int:

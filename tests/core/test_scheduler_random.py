@@ -10,15 +10,15 @@ import pytest
 from core.config import CacheConfig, Eviction, SchedulePolicy
 from core.costs import ChunkCosts, CostTable, StepCosts
 from core.request import Request
-from core.schedule import chunk_budget
+from core.schedule import chunk_budget, prefill
 from core.schedule.adapters import PATIENCE
 from core.types import FinishReason, RootKey
 from tests.rigs.scheduler import VOCAB, Harness, prompts
 
-POLICIES: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
+POLICIES: tuple[SchedulePolicy, ...] = ("fair", "fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
 
-SEEDS = int(os.environ.get("LOOM_RANDOM_SEEDS", "24"))
+SEEDS = int(os.environ.get("LOOM_RANDOM_SEEDS", "28"))
 
 COSTS = StepCosts(CostTable((1, 8, 64), (4.0, 4.4, 6.0)), CostTable((1, 8), (0.5, 0.6)))
 """With these, drafts pay in some steps."""
@@ -27,8 +27,9 @@ CHUNKS = ChunkCosts(CostTable((1, 4, 16), (1e-3, 2e-3, 8e-3)), 1e-5)
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that prompts beside rows are held back in steps of 16 tokens too."""
+    """So that prompts beside rows, and those of several callers, are held back in steps of 16 tokens too."""
     monkeypatch.setattr(chunk_budget, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(prefill, "SHARED_CHUNK", 8)
 
 
 class Traffic:
@@ -54,12 +55,13 @@ class Traffic:
             itl_target=rng.choice([0, 2, 12]),
             prefill_weight=rng.choice([0.2, 32]),
             chunk_costs=CHUNKS,
-            order=POLICIES[seed // 4 % len(POLICIES)],  # in 24 seeds each with every number of places
+            order=POLICIES[seed // 4 % len(POLICIES)],  # in 28 seeds each with every number of places
             prefill_first=rng.random() < 0.3,
             conservativeness=rng.choice([0.01, 0.5, 1.0]),
             preemption_gap=rng.choice([1, 5]),
         )
         self.prompts = prompts(rng, 12)
+        self.callers = ["x", "y", "z"][: 1 + seed % 3]
         self.sent: list[Request] = []
 
     def send(self) -> None:
@@ -80,6 +82,7 @@ class Traffic:
                 prompt,
                 max_tokens=rng.randrange(0, max(min(room, 40), 1)),
                 priority=rng.randrange(8),
+                caller=rng.choice(self.callers),
                 root=RootKey(adapter=adapter, salt=rng.choice(["", "", "b"])),
                 **options,
             )

@@ -105,6 +105,7 @@ class Harness:
         max_tokens: int = 8,
         *,
         priority: int = 0,
+        caller: str = "",
         root: RootKey = RootKey(),  # noqa: B008 - frozen
         **sampling: object,
     ) -> Request:
@@ -116,6 +117,7 @@ class Harness:
             SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
             arrival=self.clock.now,
             priority=priority,
+            caller=caller,
             root=root,
         )
         self.scheduler.add([request])
