@@ -49,6 +49,8 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     retractions: int
     finished: dict[str, int]
     """Requests by finish reason."""
+    refused: dict[str, int] = {}
+    """Jobs that were not taken, by reason."""
     running_adapters: list[str] = []
     """Ids, as in `waiting_adapters`."""
     waiting_adapters: list[str] = []

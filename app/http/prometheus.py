@@ -244,6 +244,9 @@ def _queue(s: EngineStatistics) -> Iterator[Figure]:
     finished = [((reason,), count) for reason, count in sorted(q.finished.items())]
     name = "loom_requests_finished_total"
     yield Figure("counter", name, "Requests ended, by reason.", finished, ("finished_reason",))
+    refused = [((reason,), count) for reason, count in sorted(q.refused.items())]
+    text = "Requests that were not queued, by reason."
+    yield Figure("counter", "loom_requests_refused_total", text, refused, ("reason",))
     yield _counter("sglang:num_requests_total", "Requests ended.", sum(q.finished.values()))
     yield _counter("sglang:num_aborted_requests_total", "Requests aborted.", q.finished.get("abort", 0))
 

@@ -79,6 +79,10 @@ class Request(msgspec.Struct, eq=False):
     priority: int = 0
     caller: str = ""
     """Who is served by it, by `core/schedule/callers.py`: a digest of the API key."""
+    due: float = 0.0
+    """When its first token has to be there; 0: at any time."""
+    expected: float = 0.0
+    """Seconds from its arrival that the first token was expected to take; 0: nobody asked, or not known."""
     root: RootKey = PLAIN_ROOT
     grammar: CompiledGrammar | None = None
     pinning: Pinning | None = None
@@ -97,7 +101,8 @@ class Request(msgspec.Struct, eq=False):
     slot: int = 0
     hold: Hold | None = None
     cached: int = 0
-    """Prompt tokens found in the tree at the first admission: what usage reports."""
+    """Prompt tokens found in the tree at the first admission: what usage reports. Before, if its first token
+    is due, those found when it came."""
     logprobs_from: int = 0
     """First prompt position whose log-probability no submitted step reports yet."""
     hidden_from: int = 0
@@ -124,6 +129,11 @@ class Request(msgspec.Struct, eq=False):
     def num_tokens(self) -> int:
         """Prompt and confirmed output."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens of a prompt that has not begun, as far as is known."""
+        return len(self.prompt) - self.cached
 
     @property
     def embedded(self) -> int:

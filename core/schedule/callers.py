@@ -55,13 +55,19 @@ class Callers:
         """Weighted tokens. The lower goes first; alone it says nothing."""
         return self._served[caller]
 
+    def standing(self, caller: str) -> float:
+        """The same of one who may not be here, for when it comes."""
+        if not self._here or caller in self._here:
+            return self._served[caller] if self._here else 0.0
+        least = min(map(self._served.__getitem__, self._here))
+        return max(self._served.get(caller, 0.0), least - HEAD_START)
+
     def enter(self, caller: str) -> None:
         """One more request of the caller is here."""
+        standing = self.standing(caller)
         if not self._here:
-            self._served = {caller: 0.0}
-        elif caller not in self._here:
-            least = min(map(self._served.__getitem__, self._here))
-            self._served[caller] = max(self._served.get(caller, 0.0), least - HEAD_START)
+            self._served = {}
+        self._served[caller] = standing
         self._here[caller] = self._here.get(caller, 0) + 1
 
     def leave(self, caller: str, now: float) -> None:

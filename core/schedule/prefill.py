@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from itertools import chain, islice
 
@@ -18,9 +18,11 @@ from core.schedule.adapters import Places
 from core.schedule.builder import PlanBuilder
 from core.schedule.callers import SHARED_CHUNK
 from core.schedule.chunk_budget import ChunkBudget
+from core.schedule.ledger import InFlightStep
 from core.schedule.new_token_ratio import CLIP, NewTokenRatio
 from core.schedule.policy import Policy, by_caller, by_priority
 from core.schedule.queue import Waiting
+from core.schedule.queue_time import QueueTime, tokens_before
 from core.schedule.table import SlotTable
 from core.types import Floats, Ints
 
@@ -59,7 +61,7 @@ class Prefills:
         capabilities: Capabilities,
         budget: ChunkBudget,
     ) -> None:
-        self.budget = budget
+        self._budget = budget
         self._whole = not capabilities.causal
         self._table = table
         self._cache = cache
@@ -69,12 +71,52 @@ class Prefills:
         limits = capabilities.adapters
         self.places = Places(0 if limits is None else limits.places, urgent=policy is by_priority)
         self._fair = policy in (by_caller, by_priority)
+        self._time = QueueTime()
         self._under_way: list[tuple[Request, Ints]] = []
         self.admitted: list[Request] = []
         """Requests that the last `plan` admitted."""
 
     def __len__(self) -> int:
         return len(self._under_way)
+
+    def check_time(self, requests: list[Request], now: float) -> None:
+        """Raise `Overloaded` if these, which have one prompt, could not have their first token when it is
+        due. One that waits for nobody is taken: there is no better time for it."""
+        first = requests[0]
+        if not first.due:
+            return
+        line: Counter[str] = Counter()
+        for request, tokens in self._under_way:
+            line[request.caller] += self._left(request, tokens)
+        if self._policy is by_priority:
+            for request in self._waiting:
+                line[request.caller] += request.to_compute * (request.priority >= first.priority)
+        else:
+            line.update(self._waiting.prompts)
+        prefix = self._cache.peek(first.root, first.prompt, self._match_limit(first, first.prompt))
+        first.cached = prefix.units
+        turns = self._waiting.callers if self._fair else None
+        before = tokens_before(line, first.caller, first.to_compute, turns)
+        first.expected = self._time.forecast(before + self._waiting.retracted_tokens)
+        seconds, left = self._time.corrected(first.expected), first.due - now
+        if seconds > left and (line or self._waiting.retracted):
+            self._waiting.refuse(
+                "ttft_slo", f"The first token would take about {seconds:.1f} s.", max(seconds - left, 1.0)
+            )
+
+    def spend(self, builder: PlanBuilder) -> None:
+        """The step was planned."""
+        self._budget.spend(builder)
+        left = bool(self._under_way or len(self._waiting))
+        self._time.planned(builder.now, builder.prompt_tokens, left)
+
+    def learn(self, flight: InFlightStep, seconds: float, now: float) -> None:
+        """Its result came; it took the device `seconds`, or 0."""
+        self._budget.learn(seconds)
+        self._time.came(now)
+        for request in flight.rows[flight.decoding :]:
+            if request.expected and not request.output:
+                self._time.learn(request.expected, request.due - request.arrival, now - request.arrival)
 
     def remove(self, request: Request) -> None:
         """Forget a request that was aborted or retracted."""
@@ -86,7 +128,7 @@ class Prefills:
             self.places.assign(self._waiting.adapters, builder.now)
         builder.prompts = len(self._under_way) + len(self._waiting)
         if builder.prompts:
-            builder.room = self.budget.room(builder.room, builder.decode_tokens, self._first_start())
+            builder.room = self._budget.room(builder.room, builder.decode_tokens, self._first_start())
             self._share(builder)
         done: list[Request] = []
         remaining: list[tuple[Request, Ints]] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain, takewhile
+from typing import NoReturn
 
 from core.errors import Overloaded
 from core.request import Request
@@ -31,8 +32,10 @@ class Waiting:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._number = 0
-        self._prompts = 0
-        """Prompt tokens of requests that have not run yet."""
+        self.prompts: dict[str, int] = {}
+        """Tokens to compute of `lines`."""
+        self.refused: Counter[str] = Counter()
+        """Requests by the reason why they were not taken."""
 
     def __len__(self) -> int:
         return len(self._arrived) + len(self._returned)
@@ -48,15 +51,25 @@ class Waiting:
     @property
     def tokens(self) -> int:
         """Tokens to compute if nothing is cached."""
-        return self._prompts + sum(request.num_tokens for request in self._returned)
+        return sum(self.prompts.values()) + self.retracted_tokens
+
+    @property
+    def retracted_tokens(self) -> int:
+        """Of `retracted`, the same."""
+        return sum(request.num_tokens for request in self._returned)
 
     def check_room(self, requests: int, tokens: int) -> None:
         """Raise `Overloaded` if so many more would exceed a limit. An empty queue takes any one job."""
         waiting = len(self)
         if waiting and waiting + requests > self._max_requests:
-            raise Overloaded(f"The request queue is full ({waiting} waiting). Try again later.")
+            self.refuse("queue_requests", f"The request queue is full ({waiting} waiting).")
         if waiting and self.tokens + tokens > self._max_tokens:
-            raise Overloaded(f"The request queue is full ({self.tokens} tokens waiting). Try again later.")
+            self.refuse("queue_tokens", f"The request queue is full ({self.tokens} tokens waiting).")
+
+    def refuse(self, reason: str, message: str, seconds: float = 1.0) -> NoReturn:
+        """Count a job that is not taken and raise `Overloaded`: it may come again after so many seconds."""
+        self.refused[reason] += 1
+        raise Overloaded(f"{message} Try again later.", seconds)
 
     def append(self, request: Request, now: float) -> None:
         request.number, self._number = self._number, self._number + 1
@@ -64,7 +77,7 @@ class Waiting:
         self._arrived[request] = None
         self.lines.setdefault(request.caller, {})[request] = None
         self.callers.enter(request.caller)
-        self._prompts += len(request.prompt)
+        self.prompts[request.caller] = self.prompts.get(request.caller, 0) + request.to_compute
         self._count([request])
 
     def put_back(self, requests: list[Request], now: float) -> None:
@@ -86,8 +99,10 @@ class Waiting:
             del self._returned[request]
         else:
             del self._arrived[request]
-            self._prompts -= len(request.prompt)
             _drop(self.lines, request.caller, request)
+            self.prompts[request.caller] -= request.to_compute
+            if request.caller not in self.lines:
+                del self.prompts[request.caller]
         if request.root.adapter:
             _drop(self.adapters, request.root.adapter, request)
 

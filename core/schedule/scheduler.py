@@ -105,22 +105,13 @@ class Scheduler:
 
     # -- requests in and out ---------------------------------------------------------------------
 
-    def check(self, request: Request) -> None:
-        """Raise `RequestError` if the request could not run even alone."""
-        limit = self._capabilities.context_length
-        if not self._capabilities.causal:
-            limit = min(limit, self._capabilities.max_step_tokens)
-        if len(request.prompt) == 0:
-            raise RequestError("The prompt must have at least one token.", "prompt")
-        if len(request.prompt) + request.params.max_tokens > limit:
-            raise ContextExceeded(limit, len(request.prompt), request.params.max_tokens)
-
     def add(self, requests: list[Request]) -> None:
         """Queue all of them or raise (`RequestError`, `Overloaded`) and queue none."""
         for request in requests:
-            self.check(request)
+            _check(request, self._capabilities)
         self._waiting.check_room(len(requests), sum(len(r.prompt) for r in requests))
         now = self._clock()
+        self._prefills.check_time(requests, now)
         for request in requests:
             self._waiting.append(request, now)
 
@@ -202,7 +193,7 @@ class Scheduler:
         self.counters.steps += 1
         self._flights.append(flight)
         self._budget.spend(flight.grant, flight.decoding, flight.prompts)
-        self._prefills.budget.spend(builder)
+        self._prefills.spend(builder)
         return plan
 
     def _decode_samples(self) -> int:
@@ -249,9 +240,10 @@ class Scheduler:
         if flight.step != result.step:
             raise RuntimeError(f"step {result.step} was answered before step {flight.step}")
         self.places.applied = result.step + 1
-        busy_at = self._clock() if self._flights else 0.0
+        now = self._clock()
+        busy_at = now if self._flights else 0.0
         self._budget.learn(flight.grant, flight.decoding, flight.prompts, result, busy_at)
-        self._prefills.budget.learn(result.seconds)
+        self._prefills.learn(flight, result.seconds, now)
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         hidden = by_request(flight, result.hidden, table)
         experts = by_request(flight, result.experts, table)
@@ -399,6 +391,7 @@ class Scheduler:
             output_tokens=self.counters.output_tokens,
             retractions=self.counters.retractions,
             finished=dict(self.counters.finished),
+            refused=dict(self._waiting.refused),
             running_adapters=self.places.running,
             waiting_adapters=list(self._waiting.adapters),
             cache=self.cache.statistics(),
@@ -427,3 +420,14 @@ def _finish(request: Request, token: int, made: int, failure: str) -> Finish | N
     if may_stop and token in request.params.stop_ids:
         return Finish(FinishReason.STOP, token)
     return Finish(FinishReason.LENGTH) if made >= request.params.max_tokens else None
+
+
+def _check(request: Request, capabilities: Capabilities) -> None:
+    """Raise `RequestError` if the request could not run even alone."""
+    limit = capabilities.context_length
+    if not capabilities.causal:
+        limit = min(limit, capabilities.max_step_tokens)
+    if len(request.prompt) == 0:
+        raise RequestError("The prompt must have at least one token.", "prompt")
+    if len(request.prompt) + request.params.max_tokens > limit:
+        raise ContextExceeded(limit, len(request.prompt), request.params.max_tokens)

@@ -29,7 +29,7 @@ TYPES = {
         sglang:page_size sglang:num_pages
     """,
     "counter": """
-        loom_device_seconds_total loom_steps_total loom_retractions_total
+        loom_device_seconds_total loom_steps_total loom_requests_refused_total loom_retractions_total
         loom_requests_finished_total loom_prompt_tokens_total loom_output_tokens_total
         loom_cached_tokens_total loom_cache_evicted_pages_total loom_cache_queried_tokens_total
         loom_cache_hit_tokens_total

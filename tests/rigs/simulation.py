@@ -13,6 +13,7 @@ import numpy as np
 
 from core.cache.manager import CacheManager
 from core.config import ScheduleConfig
+from core.errors import Overloaded
 from core.executor import Capabilities
 from core.plan import StepPlan, StepResult
 from core.request import Request, SamplingParams
@@ -130,3 +131,46 @@ class Client:
         self.sent.append(request)
         self._simulation.on_end[request] = lambda: self._simulation.after(self._gap, self._send)
         self._simulation.scheduler.add([request])
+
+
+class Arrivals:
+    """Requests that come at random, `rate` a second, from `callers` in turns by chance. Prompts have from the
+    first to the second of `tokens`, evenly by their logarithm, and outputs of `output`. First tokens are due
+    after `limit` seconds; None: at any time."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        rate: float,
+        limit: float | None,
+        *,
+        tokens: tuple[int, int] = (100, 4000),
+        output: tuple[int, int] = (1, 1),
+        callers: int = 1,
+    ) -> None:
+        self.taken: list[Request] = []
+        self.refused = 0
+        self._simulation, self._rate, self._limit = simulation, rate, limit
+        self._tokens, self._output, self._callers = np.log(tokens), output, callers
+        self._rng = np.random.default_rng(0)
+        self._arrive()
+
+    def in_time(self, limit: float) -> int:
+        """Of those taken."""
+        return sum(0.0 < request.first_token_at <= request.arrival + limit for request in self.taken)
+
+    def _arrive(self) -> None:
+        simulation, rng = self._simulation, self._rng
+        tokens, output = (
+            int(np.exp(rng.uniform(*self._tokens))),
+            int(rng.integers(*self._output, endpoint=True)),
+        )
+        request = simulation.request(str(rng.integers(self._callers)), tokens, output)
+        if self._limit is not None:
+            request.due = simulation.clock.now + self._limit
+        try:
+            simulation.scheduler.add([request])
+            self.taken.append(request)
+        except Overloaded:
+            self.refused += 1
+        simulation.after(rng.exponential(1.0 / self._rate), self._arrive)

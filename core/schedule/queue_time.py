@@ -1,0 +1,105 @@
+"""How long a request will wait for its first token."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from math import exp
+from typing import Final, NamedTuple
+
+from core.schedule.callers import Callers
+
+MEMORY: Final = 3.0
+"""Seconds over which the rate is averaged: more than pages and slots take to become free, less than the load
+takes to change. After as many without a figure the next one replaces what was known."""
+LATE: Final = 0.02
+"""Share of the last forecasts that may have been too short."""
+MARGIN: Final = 1.1
+"""What forecasts are multiplied by beyond that: under overload nearly all who are taken are at the limit, and
+come late together when the device is a few percent slower than in the last seconds. A shorter queue serves as
+many."""
+COMPARED: Final = 256
+"""Last forecasts that are compared with what came."""
+NEAR: Final = 0.5
+"""Share of the limit from which on a forecast is compared: to be wrong on short waits refuses nobody, and
+they are longer than their tokens say, by the steps in flight."""
+
+
+class _Planned(NamedTuple):
+    """A step in flight: when it was planned, its prompt tokens, and whether prompts were left."""
+
+    at: float
+    tokens: int
+    more: bool
+
+
+class QueueTime:
+    """Forecasts the first token from prompt tokens before it and the rate at which they are computed.
+
+    The rate is that of steps behind which prompts are left, by the time between results: whatever holds
+    prompts back is in it, decode rows, taken slots and pages as well. Steps that take all prompts could have
+    taken more: they can only raise it. Before the first prompt was left nothing is known, and nothing is
+    refused.
+
+    What that leaves out, retractions, turns of callers who come later, slots that become free by chance, is
+    corrected by what came of the last forecasts: all but `LATE` of them, multiplied by the factor, would have
+    been long enough.
+
+    Owner: event loop.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._steps = 0.0
+        """Sums over steps, which fade."""
+        self._known_at = 0.0
+        self._compared: deque[float] = deque(maxlen=COMPARED)
+        self._factor = MARGIN
+        self._last = 0.0
+        self._flights: deque[_Planned] = deque()
+
+    def forecast(self, tokens: int) -> float:
+        """Seconds until so many more prompt tokens are computed; 0: not known."""
+        if not self._tokens:
+            return 0.0
+        tokens += sum(flight.tokens for flight in self._flights)
+        return self._seconds * (1.0 / self._steps + tokens / self._tokens)
+
+    def corrected(self, seconds: float) -> float:
+        """A forecast as experience has it."""
+        return self._factor * seconds
+
+    def planned(self, now: float, tokens: int, more: bool) -> None:
+        """A step was planned with so many prompt tokens. `more`: prompts are left."""
+        self._flights.append(_Planned(now, tokens, more))
+
+    def came(self, now: float) -> None:
+        """The result of the oldest step in flight."""
+        at, tokens, more = self._flights.popleft()
+        seconds, self._last = now - max(at, self._last), now
+        if more or tokens * self._seconds > seconds * self._tokens:
+            fading = exp(-seconds / MEMORY) if now - self._known_at < MEMORY else 0.0
+            self._tokens = self._tokens * fading + tokens
+            self._seconds = self._seconds * fading + seconds
+            self._steps = self._steps * fading + 1.0
+            self._known_at = now
+
+    def learn(self, expected: float, limit: float, took: float) -> None:
+        """The first token took so long, where a forecast was `expected` and `limit` would have been in
+        time."""
+        if expected >= NEAR * limit:
+            self._compared.append(took / expected)
+            worst = sorted(self._compared)[int(len(self._compared) * (1.0 - LATE))]
+            self._factor = MARGIN * max(worst, 1.0)
+
+
+def tokens_before(line: Mapping[str, int], caller: str, tokens: int, callers: Callers | None) -> int:
+    """Prompt tokens that are computed until a caller's next prompt of `tokens` has ended, with it. `line` has
+    those that wait, by caller. `callers`: these take turns; None: all that wait are before it."""
+    own = line.get(caller, 0) + tokens
+    others = {other: waiting for other, waiting in line.items() if other != caller}
+    if callers is None:
+        return own + sum(others.values())
+    end = callers.standing(caller) + own
+    return own + sum(min(waiting, max(int(end - callers.served(o)), 0)) for o, waiting in others.items())
