@@ -382,6 +382,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, "seconds that running requests get to finish after SIGTERM", "SECONDS", Meta(ge=0)
     ] = 30.0
+    ttft_slo: Annotated[
+        float,
+        "milliseconds that a request may wait for its first token, unless its x-llm-d-slo-ttft-ms says "
+        "otherwise: one that would wait longer is refused with 429 at once; 0: no limit",
+        "MS",
+        Meta(ge=0),
+    ] = 0.0
     force_include_usage: Annotated[bool, "streams always end with usage, requested or not"] = False
     return_tokens_as_token_ids: Annotated[
         bool, "log-probabilities name tokens as token_id:N unless a request chooses"

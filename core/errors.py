@@ -9,6 +9,7 @@
     │   ├── Aborted          somebody ended it before it had an answer
     │   └── BodyTooLarge     more bytes than the server takes
     ├── Overloaded           refused now, may be sent again
+    ├── TimedOut             it took longer than its client allows
     ├── Unavailable          starting, draining or failed
     ├── DiskFull             what was to be kept has no room
     └── EngineFailed         a step raised; its requests end with this
@@ -99,6 +100,10 @@ class Overloaded(LoomError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class TimedOut(LoomError):
+    """A request did not end within its own `timeout`."""
 
 
 class Unavailable(LoomError):

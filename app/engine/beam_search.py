@@ -84,6 +84,7 @@ class BeamRun(LiveRun):
         sampling = self.requests[0].params
         request = self._request(self.prompt, 0, prompt_logprobs=sampling.prompt_logprobs)
         request.pinning = self.requests[0].pinning = pinning
+        request.due = self._job.due
         self.requests[0].prompt_logprobs = request.prompt_logprobs
         self._queue([request])
         for choice in self.requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -91,6 +92,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Beam search instead of sampling; of `sampling` only what is reported applies."""
     replica: int | None = None
     """Which replica is to take it; None: it is chosen (`app/engine/replicas.py`)."""
+    due: float = 0.0
+    """When its first token has to be there, on the engine's clock; 0: at any time. It is refused if it could
+    not be."""
+    deadline: float = inf
+    """When it ends with an error, if it has not ended, on the same clock."""
     continues: bool = False
     """Part of an answer under way: taken while draining too."""
 

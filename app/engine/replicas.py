@@ -6,28 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-import msgspec
-
-from app.engine.job import Generator, Job, Run, Sink
+from app.engine.job import Job
 from app.engine.loop import Engine
 from core.config import LoadBalance
 from core.errors import EngineFailed, RequestError, field_error
 from core.executor import Capabilities
 from core.stats import EngineStatistics, SchedulerStatistics
 from core.types import Ints
-
-
-class OnReplica:
-    """A `Generator` whose jobs name a replica. Owner: event loop."""
-
-    def __init__(self, engine: Generator, replica: int) -> None:
-        self._engine = engine
-        self._replica = replica
-
-    async def start(self, job: Job, sink: Sink) -> Run:
-        """See `Generator.start`."""
-        return await self._engine.start(msgspec.structs.replace(job, replica=self._replica), sink)
-
 
 Act = Callable[[Engine], Awaitable[object]]
 SLACK = 1 / 8

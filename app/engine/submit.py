@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
+from math import inf
 
 import msgspec
 import numpy as np
 
 from app.engine.adapters import Adapters
 from app.engine.beam_search import BeamRun, check_width
+from app.engine.failure import TIMED_OUT, failure
 from app.engine.job import Job, Run, Sink
 from app.engine.output import Stream
 from app.engine.replicas import Replicas
@@ -27,7 +30,7 @@ from core.grammar import CompiledGrammar, GrammarCompiler, TokenRules
 from core.request import Pinning, Request, SamplingParams
 from core.request.params import SEED_LIMIT, check, check_starts
 from core.stats import EngineStatistics
-from core.types import Ints
+from core.types import Finish, FinishReason, Ints
 
 MAX_CHOICES = 128
 """CVE-2026-34756 is a server that copies a request for each of an unbounded `n`."""
@@ -47,7 +50,7 @@ class _Preparing:
     def abort(self, message: str | None = None) -> None:
         """Cancel the job before it is queued; with a `message` the client gets an error."""
         if self.error is None and self._task is not None:
-            self.error = Aborted() if message is None else Unavailable(message)
+            self.error = failure(Finish(FinishReason.ABORT, message=message)) or Aborted()
             self._task.cancel()
 
     def aborted(self) -> LoomError | None:
@@ -97,6 +100,7 @@ class Submitter:
         self._adapters.acquire(job.root.adapter)
         preparing = self._runs[key] = _Preparing()
         arrived = self._clock()
+        in_time = self._expire(key, job.deadline - arrived)
         try:
             prompt = await self._encode(job)
             encoded = self._clock()
@@ -105,6 +109,7 @@ class Submitter:
             self._check_open(job)
             run = self._enqueue(job, prompt, grammar, pinning, sink)
         except BaseException as ended:
+            in_time()
             del self._runs[key]
             self._adapters.release(job.root.adapter)
             if isinstance(ended, asyncio.CancelledError) and (error := preparing.aborted()) is not None:
@@ -113,8 +118,19 @@ class Submitter:
         self._runs[key] = run
         times = arrived, encoded - arrived, self._clock() - encoded
         self._timelines.open(key, run.engine.recorder, run.requests, *times)
+        run.on_done(in_time)
         run.on_done(lambda: self._done(key, run, job.root.adapter))
         return run
+
+    def _expire(self, key: JobKey, seconds: float) -> Callable[[], None]:
+        """End the job of that key when so many seconds have passed, unless what this returns is called."""
+        if seconds == inf:
+            return lambda: None
+
+        def end() -> None:
+            self._runs[key].abort(TIMED_OUT)
+
+        return asyncio.get_running_loop().call_later(max(seconds, 0.0), end).cancel
 
     def _done(self, key: JobKey, run: LiveRun, adapter: str) -> None:
         del self._runs[key]
@@ -258,6 +274,7 @@ class Submitter:
                 f"{job.id}-{index}", prompt, own, arrival=now, priority=job.priority, root=job.root
             )
             request.caller, request.grammar, request.embeds = job.owner, grammar, job.embeds
+            request.due = 0.0 if job.continues else job.due
             run.requests.append(request)
         run.requests[0].pinning = pinning  # its prompt is the others' too
         engine.add(run.requests, [self._stream(index, run, job) for index in range(job.n)])

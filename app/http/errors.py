@@ -20,6 +20,7 @@ from core.errors import (
     NotFound,
     Overloaded,
     RequestError,
+    TimedOut,
     Unavailable,
 )
 
@@ -131,6 +132,7 @@ _TABLE = (  # the first match wins: subclasses come first
     _Row(NotFound, 404, "invalid_request_error", "not_found"),
     _Row(RequestError, 400, "invalid_request_error"),
     _Row(Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),
+    _Row(TimedOut, 408, "timeout_error", "request_timeout"),
     _Row(Unavailable, 503, "service_unavailable_error", "service_unavailable"),
     _Row(DiskFull, 507, "server_error", "disk_full"),
     _Row(EngineFailed, 500, "server_error", "engine_failed"),
@@ -178,5 +180,5 @@ def _headers(status: int, error: BaseException) -> Mapping[str, str]:
             "retry-after-ms": str(math.ceil(seconds * 1000)),
             "Retry-After": str(math.ceil(seconds)),
         }
-    # The request would fail again; clients retry a 500 twice by default.
-    return {"x-should-retry": "false"} if status == 500 else {}
+    # The request would fail again; clients retry a 408 and a 500 twice by default.
+    return {"x-should-retry": "false"} if status in (408, 500) else {}

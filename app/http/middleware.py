@@ -51,7 +51,8 @@ ALLOWED_HEADERS = (
     "OpenAI-Project, X-Stainless-Arch, X-Stainless-Async, X-Stainless-Helper-Method, X-Stainless-Lang, "
     "X-Stainless-OS, X-Stainless-Package-Version, X-Stainless-Poll-Helper, X-Stainless-Read-Timeout, "
     "X-Stainless-Retry-Count, X-Stainless-Runtime, X-Stainless-Runtime-Version, X-Stainless-Timeout, "
-    "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access, X-Data-Parallel-Rank"
+    "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access, X-Data-Parallel-Rank, "
+    "X-Llm-D-Slo-Ttft-Ms"
 )
 EXPOSED_HEADERS = (
     f"X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry, {HEADER}, "

@@ -51,6 +51,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     compaction: Any = None
     metadata: dict[str, Any] | None = None
     priority: Int | None = None
+    timeout: float | None = None
     custom_logit_processor: str | None = None
     custom_params: dict[str, Any] | None = None
 

@@ -48,6 +48,7 @@ class CohereBody(msgspec.Struct, kw_only=True):
     safety_mode: str | None = None
     citation_options: Any = None
     priority: Int | None = None
+    timeout: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -35,6 +35,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     format: Any = None
     options: OllamaOptions | None = None
     think: bool | str | None = None
+    timeout: float | None = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):

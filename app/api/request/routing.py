@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from app.api.request.conditions import on_conditions
 from app.api.request.field_names import fields_named
-from app.api.request.sampling import current, ready
-from app.engine.replicas import OnReplica
-from app.engine.submit import Submitter
+from app.api.request.sampling import ready
 from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.http.tenant import permit
 from app.service import Loaded, Service
-from core.errors import field_error
 
 B = TypeVar("B", bound=msgspec.Struct)
-RANK = "X-Data-Parallel-Rank"
-_NUMBER = re.compile("[0-9]{1,9}")
 Schema = dict[str, Any]
 Answering = Callable[[web.Request], Awaitable[object]]
 """Answers a request with a response, or with a value that is sent as JSON."""
@@ -129,28 +124,13 @@ class Routes(list[Route]):
                     adapter = getattr(sent, "lora_path", None)
                     named = adapter if isinstance(adapter, str) else None  # `/generate` takes one per prompt
                     loaded = model(request.app[SERVICE], getattr(sent, "model", None), named)
-                    replica = _replica(request, sent)
-                    if replica is not None and model is not current:  # `current` is of what runs nothing
-                        engine = cast(Submitter, OnReplica(loaded.engine, replica))
-                        loaded = msgspec.structs.replace(loaded, engine=engine)
+                    if runs(facts):
+                        loaded = on_conditions(loaded, request, sent)
                     return await handler(request, sent, loaded)
 
             return self.add(*targets, **facts)(received)
 
         return decorate
-
-
-def _replica(request: web.Request, body: object) -> int | None:
-    """The replica that a request names, by SGLang's fields or vLLM's header."""
-    for name in ("routed_dp_rank", "data_parallel_rank"):
-        if (asked := getattr(body, name, None)) is not None:
-            return int(asked)
-    sent = request.headers.get(RANK)
-    if sent is None:
-        return None
-    if not _NUMBER.fullmatch(sent):
-        raise field_error(RANK, f"must be the number of a replica, got {sent[:100]!r}")
-    return int(sent)
 
 
 CHOICES = "id object created model choices"

@@ -39,6 +39,7 @@ class InferenceBody(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     model: str | None = None
     token_ids: list[Int] | None = None
+    timeout: float | None = None
     sampling_params: CompletionBody | None = None
     output_mode: Literal["tokens", "text"] | None = None
     stream: bool | None = None
