@@ -18,6 +18,8 @@ MARGIN: Final = 1.1
 """What forecasts are multiplied by beyond that: under overload nearly all who are taken are at the limit, and
 come late together when the device is a few percent slower than in the last seconds. A shorter queue serves as
 many."""
+UNPROVEN: Final = 1.5
+"""What they are multiplied by before any has come true."""
 COMPARED: Final = 256
 """Last forecasts that are compared with what came."""
 NEAR: Final = 0.5
@@ -55,7 +57,7 @@ class QueueTime:
         """Sums over steps, which fade."""
         self._known_at = 0.0
         self._compared: deque[float] = deque(maxlen=COMPARED)
-        self._factor = MARGIN
+        self._factor = UNPROVEN
         self._last = 0.0
         self._flights: deque[_Planned] = deque()
 
