@@ -269,7 +269,7 @@ class _Reader:
             )
         if rank > lora.rank:
             raise ModelError(f"{module} has rank {rank}, --max-lora-rank is {lora.rank}")
-        scale = self._config.scale(module, rank)
+        scale = self._config.scale(_parameter(module) if place.flat else module, rank)
         b = b.float() * scale
         # Either end tells, in a hundredth of the time that every element's own answer takes.
         if not all(math.isfinite(end) for factor in (a, b) for end in torch.aminmax(factor)):
@@ -325,6 +325,14 @@ def _odd(name: str) -> str:
     if "modules_to_save" in name or name.endswith(_WHOLE):
         return f"{name} is a whole matrix: modules_to_save and added tokens are not supported"
     return f"{name} is no weight of LoRA"
+
+
+def _parameter(module: str) -> str:
+    """The parameter of experts that a flat module changes, which `rank_pattern` and `alpha_pattern`
+    name. Where gate_proj and up_proj were asked for PEFT writes both patterns: together these have twice the
+    rank and alpha."""
+    inner = module.endswith(".base_layer")
+    return f"{module.removesuffix('.base_layer')}.{'gate_up_proj' if inner else 'down_proj'}"
 
 
 def _unflatten(a: Tensor, b: Tensor, experts: int, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
