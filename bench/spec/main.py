@@ -12,7 +12,10 @@ replace older ones of the same name.
 
 Acceptance of random weights is simulated (`bench.spec.simulate`). The setups `ngram` and `head` take a real
 model (--model, and --head for the second) and prompts (--data). --url-base and --url-spec name servers that
-run already, the second as `python -m bench.spec.server` for simulated cases.
+run already, the second as `python -m bench.spec.server` for simulated cases. So are two commits compared
+that both serve without speculation, each from its own checkout:
+
+    python -m bench.spec --cases '8b-accept1-*' --url-base OLD --url-spec NEW --out FILE
 
 Bias: the client shares the server's cores; one more kernel of about two microseconds a step simulates;
 exactly A - 1 drafts are accepted in each step, where a real head's number varies. `ngram` looks up a
