@@ -150,7 +150,14 @@ class EngineOnly:
         self._scheduler.add([request for _, request in zip(range(count), self._left, strict=False)])
 
     def tick(self) -> None:
-        """One iteration of the step loop."""
+        """One iteration of the step loop. What it raises ends the run: the event loop would only log it."""
+        try:
+            self._step()
+        except Exception as error:
+            if not self._done.done():
+                self._done.set_exception(error)
+
+    def _step(self) -> None:
         for result in self._executor.results():
             if not isinstance(result, StepResult):
                 self._done.set_exception(RuntimeError(str(result)))

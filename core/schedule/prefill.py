@@ -82,9 +82,9 @@ class Prefills:
     def check_time(self, requests: list[Request], now: float) -> None:
         """Raise `Overloaded` if these, which have one prompt, could not have their first token when it is
         due. One that waits for nobody is taken: there is no better time for it."""
-        first = requests[0]
-        if not first.due:
+        if not requests or not requests[0].due:
             return
+        first = requests[0]
         line: Counter[str] = Counter()
         for request, tokens in self._under_way:
             line[request.caller] += self._left(request, tokens)

@@ -54,6 +54,12 @@ def test_short_steps_of_a_gpu_are_planned_two_ahead(
         h.check(request)
 
 
+def test_nothing_may_be_added() -> None:
+    h = Harness()
+    h.scheduler.add([])
+    assert h.scheduler.idle
+
+
 def test_decode_rows_go_before_chunks_in_one_mixed_step() -> None:
     h = Harness(depth=0, step_tokens=16)
     h.request([1, 2, 3], max_tokens=20)
