@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from app import logs
 from app.commands import check_config, models
 from app.flags import BAD_USAGE, did_you_mean
 from app.process import check_temporary_folder, invocation
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the exit
         code = 0
     except ConfigError as error:
+        logs.flush()  # a line still queued would otherwise stand behind the error
         print(f"loom: error: {error}", file=sys.stderr)
         code = BAD_USAGE
     raise SystemExit(code)

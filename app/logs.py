@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import tempfile
-import time
+import threading
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
@@ -30,7 +30,7 @@ FIELDS = "fields"
 """Key in `extra` of a dict of the values in a line, by name. The JSON format adds each as a member."""
 
 PATIENCE = 1.0
-"""Seconds that the exit waits for lines to be written."""
+"""Seconds to wait for lines to be written."""
 
 
 class _Dated(logging.Formatter):
@@ -69,6 +69,11 @@ class JsonLine(_Dated):
         return json.dumps(line, default=str)
 
 
+Lines = SimpleQueue[logging.LogRecord | threading.Event | None]
+"""Formatted records, events to be set when all in front of them is written, and None, which ends the
+writer."""
+
+
 class StderrWriter(QueueListener):
     """Writes lines in a thread of its own. Not with a `StreamHandler`: at exit, `logging` would wait for its
     lock, which a write to a full pipe holds."""
@@ -77,12 +82,16 @@ class StderrWriter(QueueListener):
     """Lines that did not fit the queue, counted by the handler."""
     _reported = 0
 
-    def __init__(self, lines: SimpleQueue[logging.LogRecord | None], formatter: logging.Formatter) -> None:
+    def __init__(self, lines: Lines, formatter: logging.Formatter) -> None:
         super().__init__(lines)
         self._formatter = formatter
 
-    def handle(self, record: logging.LogRecord) -> None:
-        """Write one formatted record, after a note of lines dropped since the last one."""
+    def handle(self, record: logging.LogRecord | threading.Event) -> None:
+        """Write one formatted record, after a note of lines dropped since the last one. An event is set:
+        everything in front of it is written."""
+        if isinstance(record, threading.Event):
+            record.set()
+            return
         if lost := self.dropped - self._reported:
             self._reported += lost
             note = {"msg": f"{lost} lines were dropped: stderr was not read", "levelno": logging.WARNING}
@@ -103,7 +112,7 @@ class AsyncStderr(QueueHandler):
 
     def __init__(self, formatter: logging.Formatter) -> None:
         # Not `Queue`: a line logged by garbage collection within `put` would take its lock twice.
-        self._lines: SimpleQueue[logging.LogRecord | None] = SimpleQueue()
+        self._lines: Lines = SimpleQueue()
         super().__init__(self._lines)
         self.setFormatter(formatter)
         self._writer = StderrWriter(self._lines, formatter)
@@ -117,11 +126,15 @@ class AsyncStderr(QueueHandler):
             self._writer.dropped += 1
 
     def flush(self) -> None:
-        """Wait until everything is written, up to `PATIENCE`. Later lines are not written."""
+        """Wait until every line so far is written, up to `PATIENCE`."""
+        written = threading.Event()
+        self._lines.put(written)
+        written.wait(PATIENCE)
+
+    def close(self) -> None:
+        """End the writer."""
         self._writer.enqueue_sentinel()
-        end = time.monotonic() + PATIENCE
-        while not self._lines.empty() and time.monotonic() < end:
-            time.sleep(0.01)
+        super().close()
 
 
 def set_up(level: str, form: LogFormat = "text") -> None:
@@ -130,6 +143,13 @@ def set_up(level: str, form: LogFormat = "text") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("asyncio", "urllib3", "filelock", "matplotlib"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def flush() -> None:
+    """Wait until the lines logged so far are on stderr, so that what is printed there next stands behind
+    them."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 def log_stacks() -> None:

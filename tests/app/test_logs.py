@@ -84,6 +84,29 @@ def test_every_line_before_the_exit_is_written() -> None:
     assert done.stderr.count(" flood: line ") == 5000 and done.stderr.endswith("t: last\n")
 
 
+def test_the_error_that_ends_a_command_stands_behind_its_log() -> None:
+    script = """
+from app import cli
+from core.errors import ConfigError
+
+def fail(words):
+    for i in range(5000):
+        log.info("line %d", i)
+    raise ConfigError("wrong")
+
+cli._run = fail
+cli.main([])
+"""
+    lines = logged("text", script, status=2)
+    assert len(lines) == 5001 and lines[-1] == "loom: error: wrong"
+
+
+def test_lines_behind_a_flush_are_written() -> None:
+    flushed = ["log.info('line')", "logs.flush()"] * 3
+    lines = logged("text", "from app import logs", *flushed, "log.info('last')")
+    assert [line.split()[-1] for line in lines] == ["line", "line", "line", "last"]
+
+
 def test_a_message_cannot_start_a_line_of_its_own() -> None:
     (line,) = logged("text", r"log.info('a\nb\x1b[1m\u2028\x85c')")
     assert "a\\nb\\x1b[1m\\u2028\\x85c" in line and line.isprintable()
@@ -115,8 +138,8 @@ def test_lines_are_ascii_and_one_a_record(form: str) -> None:
         assert line.isprintable()
 
 
-def logged(form: str, *statements: str) -> list[str]:
-    """Lines that a process writes with `log`."""
+def logged(form: str, *statements: str, status: int = 0) -> list[str]:
+    """Lines on stderr of a process that runs statements with `log` and exits with `status`."""
     script = "\n".join(
         [
             "import logging, sys",
@@ -127,6 +150,7 @@ def logged(form: str, *statements: str) -> list[str]:
         ]
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, form], cwd=ROOT, capture_output=True, timeout=PATIENCE, check=True
+        [sys.executable, "-c", script, form], cwd=ROOT, capture_output=True, timeout=PATIENCE, check=False
     )
+    assert done.returncode == status
     return done.stderr.decode().removesuffix("\n").split("\n")
