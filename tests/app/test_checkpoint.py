@@ -17,6 +17,7 @@ from app.checkpoint.checkpoint import Checkpoint, resolve, resolve_draft
 from app.checkpoint.convert import gguf_config, with_split
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
+from app.text.vocab import DecoderKind, Vocabulary
 from core.config import ModelConfig
 from core.errors import ConfigError, ModelError
 from core.request import SamplingParams
@@ -251,6 +252,16 @@ def test_splits_are_those_of_the_real_vocabularies(name: str, pre: str) -> None:
     split = json.loads(with_split(json.dumps(bare), pre))["pre_tokenizer"]["pretokenizers"]
     assert split[0] == original["pre_tokenizer"]["pretokenizers"][0]
     assert split[1]["use_regex"] is False
+
+
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2"])
+def test_texts_of_tokens_can_be_looked_up_whatever_decoder_was_written(pre: str) -> None:
+    """Releases of `transformers` differ in it: with this one every token was decoded by the tokenizer."""
+    core = json.loads(vocabularies.byte_level().to_str())
+    parts = [{"type": "ByteFallback"}, {"type": "Fuse"}, core["decoder"]]
+    written = core | {"decoder": {"type": "Sequence", "decoders": parts}}
+    made = json.loads(with_split(json.dumps(written), pre))
+    assert Vocabulary({}, frozenset(), made["decoder"]).kind is DecoderKind.BYTE_LEVEL
 
 
 # -- .gguf -----------------------------------------------------------------------------------------
