@@ -11,7 +11,7 @@ from core.plan import StepResult
 from core.schedule.acceptance import Acceptance, Verified
 from core.schedule.step_times import StepTimes
 
-ALLOWANCE: Final = 0.004
+ALLOWANCE: Final = 0.002
 """Share of the time that drafting may lose, to learn whether it pays."""
 FIRST_CREDIT: Final = 2.0
 """Plain steps that drafting may lose when it begins."""
