@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="of the file under bench/results")
     parser.add_argument("--note", default="", help="what changed, and its predicted effect")
     parser.add_argument("--scenario", default="table,chat256", help="as for bench.load")
+    parser.add_argument("--scale", default="1", help="as for bench.load: 2 for two replicas")
     parser.add_argument(
         "--timeout", type=float, default=300, help="seconds to wait until the server is ready"
     )
@@ -114,7 +115,9 @@ def main() -> None:
     try:
         ready, first = server.wait_ready(args.timeout), server.first_token()
         print(f"ready after {ready:.1f} s, first token after {first:.1f} s", flush=True)
-        status = load(["--url", server.url, "--scenario", args.scenario, "--output", str(raw)])
+        status = load(
+            ["--url", server.url, "--scenario", args.scenario, "--scale", args.scale, "--output", str(raw)]
+        )
     finally:
         server.stop()
     if status:

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 
 from app.process import HUNG
 from bench.chaos.tiny import dummy_model, flags
@@ -25,6 +26,12 @@ PARALLEL = (
 )
 """Of two ranks one breaks, and the other waits for it. Of two replicas one has the other stream, and the
 second breaks."""
+
+
+def enough_gpus(parallel: tuple[str, ...]) -> pytest.MarkDecorator:
+    needed = 2 if "2" in parallel else 1
+    return pytest.mark.skipif(torch.cuda.device_count() < needed, reason=f"needs {needed} GPUs")
+
 
 BODY = {"prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
@@ -53,7 +60,10 @@ async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], lis
 
 @pytest.mark.parametrize(
     ("device", "parallel"),
-    [*(("cpu", each) for each in PARALLEL), pytest.param("cuda", PARALLEL[0], marks=pytest.mark.gpu)],
+    [
+        *(("cpu", each) for each in PARALLEL),
+        *(pytest.param("cuda", each, marks=[pytest.mark.gpu, enough_gpus(each)]) for each in PARALLEL),
+    ],
 )
 async def test_a_step_that_fails(tmp_path: Path, device: str, parallel: tuple[str, ...]) -> None:
     more = ["--device", device, *parallel, "--logit-processor", "fault=tests.rigs.processors:fault"]
@@ -68,6 +78,23 @@ async def test_a_step_that_fails(tmp_path: Path, device: str, parallel: tuple[st
         assert events[-1] == "[DONE]"
         assert error["type"] == "server_error" and error["message"], error
     assert "the engine failed" in log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "parallel", [pytest.param(each, marks=enough_gpus(each)) for each in PARALLEL], ids=" ".join
+)
+async def test_a_device_that_is_lost(tmp_path: Path, parallel: tuple[str, ...]) -> None:
+    """Its context is unusable from then on, and a rank's kernels wait for those of the other."""
+    more = ["--device", "cuda", *parallel, "--logit-processor", "lose=tests.rigs.processors:lose"]
+    with serving(*flags(dummy_model(tmp_path / "model")), *more, own=True) as server:
+        other, breaking, delay = await failing(server, "lose")
+        assert server.wait() not in (0, None)
+        log = server.log()
+    assert delay < WITHIN
+    for events in (other, breaking):
+        assert events[-1] == "[DONE]" and events[-2]["error"]["type"] == "server_error"
+    assert "device-side assert" in log
 
 
 @pytest.mark.parametrize("parallel", PARALLEL[1:])
