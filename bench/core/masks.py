@@ -32,7 +32,8 @@ from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec
 from core.plan import NewSlot, StepPlan
 from core.request import SamplingParams
-from gpu.grammar import Compiler, Matchers
+from gpu.grammar import Compiler
+from gpu.grammar.matchers import Matchers
 from gpu.grammar.stepper import Matcher
 from gpu.sample.rows import RowTokens
 from gpu.state.tables import SlotTables

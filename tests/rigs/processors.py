@@ -54,8 +54,3 @@ def broken(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> N
 
 NOT_CALLABLE = 1
 KNOWN: dict[str, Processor] = {"only": only, "remember": remember, "broken": broken}
-
-
-def lose(logits: Tensor, params: object) -> Tensor:
-    """A kernel that fails: from then on every call of this device's context does."""
-    return logits.index_select(1, torch.full((logits.shape[1],), 2**30, device=logits.device))
