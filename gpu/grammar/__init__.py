@@ -1,7 +1,10 @@
-"""Constrained output: grammars are compiled beside the HTTP server and stepped beside the sampler."""
+"""Constrained output: grammars are compiled beside the HTTP server and stepped beside the sampler.
+
+The compiler's helper process imports this package, so it must not import torch, which takes a second: what
+steps grammars is in `gpu.grammar.matchers`.
+"""
 
 from gpu.grammar.compiler import Compiler
-from gpu.grammar.matchers import Masks, Matchers
 from gpu.grammar.schema import Refused
 
-__all__ = ["Compiler", "Masks", "Matchers", "Refused"]
+__all__ = ["Compiler", "Refused"]

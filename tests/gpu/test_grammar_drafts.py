@@ -14,8 +14,8 @@ from app.helper.process import HelperProcess
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
 from core.plan import StepPlan
 from core.types import NO_LIMIT, Ints
-from gpu.grammar import Compiler, Matchers, matchers
-from gpu.grammar.matchers import Masks
+from gpu.grammar import Compiler, matchers
+from gpu.grammar.matchers import Masks, Matchers
 from gpu.sample.rows import RowTokens
 from gpu.state.tables import SlotTables
 from tests.rigs.arrays import ints

@@ -13,9 +13,10 @@ import pytest
 from app.helper.process import MAX_WAITING, HelperProcess
 from core.errors import Overloaded, RequestError
 from core.grammar import GrammarSpec
-from gpu.grammar import Compiler, Matchers
+from gpu.grammar import Compiler
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.limits import needs_trial
+from gpu.grammar.matchers import Matchers
 from gpu.grammar.stepper import Grammar
 from gpu.sample.rows import RowTokens
 from tests.rigs.grammars import decode, new_slot, table

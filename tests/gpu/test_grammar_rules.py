@@ -14,7 +14,8 @@ from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from core.types import NO_TOKENS
-from gpu.grammar import Compiler, Matchers
+from gpu.grammar import Compiler
+from gpu.grammar.matchers import Matchers
 from gpu.grammar.token_rules import RestrictedGrammar, TokenRuleStepper
 from gpu.sample.rows import RowTokens
 

@@ -15,7 +15,8 @@ from app.text.tokenizer import Tokenizer
 from core.grammar import GrammarKind, GrammarSpec
 from core.plan import Chunk, NewSlot
 from core.request import SamplingParams
-from gpu.grammar import Compiler, Matchers
+from gpu.grammar import Compiler
+from gpu.grammar.matchers import Matchers
 from gpu.grammar.stepper import Grammar
 from gpu.sample.rows import RowTokens
 from tests.rigs import tiny_model

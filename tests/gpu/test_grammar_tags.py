@@ -12,8 +12,9 @@ import pytest
 from app.helper.process import HelperProcess
 from core.errors import RequestError
 from core.grammar import BROKEN, GrammarSpec, TokenRules
-from gpu.grammar import Compiler, Matchers
+from gpu.grammar import Compiler
 from gpu.grammar.llguidance_backend import LlguidanceBackend
+from gpu.grammar.matchers import Matchers
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.structural_tag_lark import NotInLark, lark_of

@@ -128,3 +128,8 @@ def test_the_command_line_needs_no_heavy_library() -> None:
 
 def test_http_does_not_import_torch() -> None:
     run("import sys, app.api.routes, app.engine.submit\nassert 'torch' not in sys.modules")
+
+
+def test_the_helper_process_compiles_grammars_without_torch() -> None:
+    """Its import takes a second and 200 MB, at each start and after each constraint that is refused."""
+    run("import sys, gpu.grammar.trial\nassert not {'torch', 'xgrammar'} & set(sys.modules)")
