@@ -134,12 +134,14 @@ IGNORED: Mapping[str, str] = {
     "--fully-sharded-loras": "ranks hold what adapters change of their own shards",
     "--specialize-active-lora": "it affects speed only",
     "--skip-server-warmup": "the server reports ready only after warm-up",
+    "--enable-trace": "--otlp-traces-endpoint turns spans on",
     "--disable-log-requests": "prompts and outputs are never logged",
     "--no-enable-log-requests": "prompts and outputs are never logged",
 }
 """Flags without a value that change no answer, with the reason."""
 
 IGNORED_VALUES: Mapping[str, str] = {
+    "--collect-detailed-traces": "spans always have queue, prefill and decode below them",
     "--max-prefill-tokens": "--step-tokens limits a step",
     "--runner": "the task is read from the checkpoint",
     "--task": "the task is read from the checkpoint",

@@ -200,6 +200,7 @@ def public_settings(config: Config) -> dict[str, object]:
     settings: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     del settings["serve"]["api_key"]
     del settings["serve"]["api_keys_file"]
+    del settings["serve"]["otlp_traces_endpoint"]
     del settings["lora"]["lora_root"]
     del settings["parallel"]["dist_init_addr"]
     settings["lora"]["lora"] = [adapter.name for adapter in adapters_at_start(config.lora)]

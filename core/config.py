@@ -411,6 +411,19 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         bool,
         "log a line of level info for each request: client, path, status, tokens and times, never its text",
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str,
+        "OpenTelemetry collector (OTLP over HTTP, such as http://localhost:4318) that gets a span for each "
+        "request; needs the extra 'otel'; empty: no spans",
+        "URL",
+    ] = ""
+
+    @property
+    def traces_url(self) -> str:
+        """Where spans are posted: `otlp_traces_endpoint`, with OTLP's own path if it has none."""
+        scheme, _, rest = self.otlp_traces_endpoint.partition("://")
+        host, _, path = rest.partition("/")
+        return f"{scheme}://{host}/{path or 'v1/traces'}"
 
     @property
     def keyed(self) -> bool:

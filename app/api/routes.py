@@ -16,7 +16,7 @@ from app.api.ollama import routes as ollama
 from app.api.openai import batches, chat, completions, files, invoke, models, tokens
 from app.api.openai.files import BATCHES
 from app.api.pooling import classify, embeddings, rerank, score
-from app.api.request.routing import Route
+from app.api.request.routing import Route, runs
 from app.api.responses import routes as responses
 from app.api.responses.background import RESPONSES, Responses
 from app.api.responses.store import Store as ResponseStore
@@ -27,11 +27,13 @@ from app.http.burst import Burst
 from app.http.intake import MAX_HELD, Intake
 from app.http.keys import BURST, INTAKE, KEYS, REQUEST_COUNTS, SERVE, SERVICE
 from app.http.middleware import decorate, edge, expect
+from app.http.report import REPORTED, REPORTERS, Reporter, operation_of
 from app.http.tenant import Keys
 from app.service import Service
 from core.clock import Clock, monotonic
 from core.config import ServeConfig
 from core.env import cache_dir
+from core.errors import ConfigError
 
 TABLE: tuple[Route, ...] = (
     *chat.ROUTES,
@@ -64,13 +66,16 @@ TABLE: tuple[Route, ...] = (
 
 
 def make_app(service: Service, serve: ServeConfig, clock: Clock = monotonic) -> web.Application:
-    """The application, for `app.http.server.Runner`. Raises `ConfigError` for a file of keys."""
+    """The application, for `app.http.server.Runner`. Raises `ConfigError` for a file of
+    keys, and for spans without OpenTelemetry."""
     app = web.Application(middlewares=[edge])
     keys = app[KEYS] = Keys(serve.api_key, serve.api_keys_file, clock)
     app[SERVICE] = service
     app[SERVE] = serve
     app[BURST] = Burst()
     app[REQUEST_COUNTS] = Counter()
+    app[REPORTERS] = _reporters(serve)
+    app[REPORTED] = {(each.method, each.path): operation_of(each.path) for each in TABLE if runs(each.facts)}
     app[INTAKE] = Intake(max(MAX_HELD, 4 * serve.max_body), clock)
     data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
     app[BATCHES] = Batches(Store(data), ANSWERS, keys)
@@ -84,6 +89,27 @@ def make_app(service: Service, serve: ServeConfig, clock: Clock = monotonic) -> 
     return app
 
 
+def _reporters(serve: ServeConfig) -> list[Reporter]:
+    """Raises `ConfigError`."""
+    reporters: list[Reporter] = []
+    if serve.otlp_traces_endpoint:
+        reporters.append(_spans(serve.traces_url))
+    return reporters
+
+
+def _spans(endpoint: str) -> Reporter:
+    """Exports to an OTLP/HTTP collector. Raises `ConfigError`."""
+    try:
+        from app.http.spans import Spans
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry: pip install 'loom-serve[otel]' ({error})"
+        ) from error
+    return Spans(endpoint)
+
+
 async def _close(app: web.Application) -> None:
+    for reporter in app[REPORTERS]:
+        await reporter.close()
     await app[BATCHES].close()
     await app[RESPONSES].close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from app.parsers.base import Content, Event
 from app.text.repetition import Repetition
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs
-from core.request import SamplingParams, State
+from core.request import Request, SamplingParams, State
 from core.types import Finish, Floats, Ints, RootKey
 
 
@@ -169,6 +169,10 @@ class Run(Protocol):
 
     def drafts(self, index: int) -> DraftCounts | None:
         """Of one choice so far; None where the engine does not speculate."""
+        ...
+
+    def parts(self, index: int) -> Sequence[Request]:
+        """The engine's requests that make one choice, in order: two where its reasoning was cut."""
         ...
 
     def count(self, *states: State) -> int:

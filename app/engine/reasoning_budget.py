@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from app.text.tokenizer import Tokenizer
 from core.errors import ContextExceeded, LoomError
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs, Support
-from core.request import State
+from core.request import Request, State
 from core.types import NO_TOKENS, Finish, FinishReason, Floats, Ints
 
 _ENOUGH = Finish(FinishReason.STOP)
@@ -150,6 +151,11 @@ class WatchedRun:
         if first is None or after is None:
             return first
         return DraftCounts(*map(sum, zip(first, after, strict=True)))
+
+    def parts(self, index: int) -> Sequence[Request]:
+        """See `app.engine.job.Run.parts`."""
+        first, second = self._first.parts(index), self._choices[index].second
+        return first if second is None else (*first, *second.parts(0))
 
     def count(self, *states: State) -> int:
         """See `app.engine.job.Run.count`."""

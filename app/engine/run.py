@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from app.engine.job import DraftCounts, Job, Piece, Sink
 from app.engine.loop import Engine
@@ -60,6 +60,10 @@ class LiveRun:
         request = self.requests[index]
         counts = request.drafts
         return DraftCounts(counts.steps, counts.drafted, counts.delivered(len(request.output)))
+
+    def parts(self, index: int) -> Sequence[Request]:
+        """See `app.engine.job.Run.parts`."""
+        return (self.requests[index],)
 
     def count(self, *states: State) -> int:
         """See `app.engine.job.Run.count`."""

@@ -10,8 +10,12 @@ import msgspec
 from aiohttp import web
 
 from app.engine.job import Run
+from app.http.errors import Fault
 from app.http.keys import REQUEST_ID
 from app.http.tenant import permit
+
+CLIENT_GONE = 499
+"""Status in the log for a client that disconnected; never sent."""
 
 
 class Usage(msgspec.Struct):
@@ -21,6 +25,29 @@ class Usage(msgspec.Struct):
     output_tokens: int = 0
     first_token_at: float = 0.0
     """On the engine's clock; 0: none yet."""
+
+    served: str = ""
+    """Name of the model or adapter that answers."""
+
+    # What only reports keep (`app/http/report.py`).
+
+    def receive(self, body: bytes) -> None:
+        """The request's body has arrived."""
+
+    def ask(self, body: object) -> None:
+        """It is decoded."""
+
+    def begin(self, run: Run) -> None:
+        """A job is queued."""
+
+    def fail(self, fault: Fault) -> None:
+        """The client gets an error, also in the middle of a stream."""
+
+    def hold(self) -> None:
+        """The request goes on after its answer, until one more `end`."""
+
+    def end(self, status: int | None = None) -> None:
+        """It was answered with a status, or what held it has ended."""
 
     def add(self, run: Run) -> None:
         """A job that has ended."""
@@ -33,14 +60,20 @@ class Usage(msgspec.Struct):
 _usage: ContextVar[Usage | None] = ContextVar("usage", default=None)
 
 
+def current_usage() -> Usage | None:
+    """That of the current request, if there is one (`app.offline` has none)."""
+    return _usage.get()
+
+
 def begun(run: Run) -> None:
     """Count the prompt of a job that was queued to the current request's API key."""
     permit().use(prompt=len(run.prompt))
+    if (usage := _usage.get()) is not None:
+        usage.begin(run)
 
 
 def used(run: Run) -> None:
-    """Count a job that has ended to the current request, if there is one (`app.offline` has none), and what
-    it made to its API key."""
+    """Count a job that has ended to the current request, if there is one, and what it made to its API key."""
     permit().use(output=run.output_tokens)
     if (usage := _usage.get()) is not None:
         usage.add(run)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from app.http.access import current_usage
 from app.http.decoding import decode_json
 from app.http.errors import HttpError
 from app.http.intake import Reading
@@ -55,7 +56,10 @@ async def received(request: web.Request) -> AsyncIterator[bytes]:
     if (request.content_length or 0) > (limit := request.app[SERVE].max_body):
         raise _too_large(limit)
     with request.app[INTAKE].reading() as reading:
-        yield await _arrived(request, reading, limit)
+        body = await _arrived(request, reading, limit)
+        if (usage := current_usage()) is not None:
+            usage.receive(body)
+        yield body
 
 
 async def _arrived(request: web.Request, reading: Reading, limit: int) -> bytes:

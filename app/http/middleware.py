@@ -11,11 +11,12 @@ from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler
 
-from app.http.access import Usage, entry, measured
+from app.http.access import CLIENT_GONE, current_usage, entry, measured
 from app.http.errors import AnthropicError, CohereError, Error, ErrorShape, HttpError, OllamaError, fault
 from app.http.keys import KEYS, PERMIT, REQUEST_COUNTS, REQUEST_ID, WARNINGS
 from app.http.limits import NOBODY, Permit
 from app.http.reply import error_response
+from app.http.report import usage_of
 from app.http.tenant import acting
 from app.logs import FIELDS
 from app.warning import HEADER, header_value, warnings
@@ -39,9 +40,6 @@ OLLAMA_PATH = "/api/"
 
 COHERE_PATHS = ("/v2/chat", "/cohere")
 """Errors at and below these have Cohere's shape."""
-
-CLIENT_GONE = 499
-"""Status in the log for a client that disconnected; never sent."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9\-_, ]{1,2000}")
@@ -90,7 +88,7 @@ def _permit(request: web.Request) -> Permit:
 @web.middleware
 async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The only middleware: turns everything but a disconnect into an answer."""
-    started, usage = monotonic(), Usage()
+    started, usage = monotonic(), usage_of(request)
     request[REQUEST_ID] = _request_id(request)
     status = CLIENT_GONE
     try:
@@ -100,6 +98,7 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     finally:
         _count(request, status)
+        usage.end(status)
         level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
         if log.isEnabledFor(level):
             line = entry(request, status, usage, started, monotonic())
@@ -137,6 +136,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _error(request: web.Request, error: Exception) -> web.Response:
     answer = fault(error)
+    if (usage := current_usage()) is not None:
+        usage.fail(answer)
     return error_response(answer, answer.body(error_class(request.path), request[REQUEST_ID]))
 
 

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
+from app.http.access import current_usage
 from app.http.errors import Fault, fault
 from app.http.keys import BURST, REQUEST_ID
 from core.errors import LoomError
@@ -131,7 +132,10 @@ class EventStream:
                 return False
             if not isinstance(error, LoomError):
                 log.error("request %s failed mid-stream", self._request[REQUEST_ID], exc_info=error)
-            self.write(self._dialect.error(fault(error), self._request[REQUEST_ID]))
+            answer = fault(error)
+            if (usage := current_usage()) is not None:
+                usage.fail(answer)
+            self.write(self._dialect.error(answer, self._request[REQUEST_ID]))
         if self._dialect.done:
             self.write(self._dialect.done)
         return True

@@ -126,8 +126,11 @@ def test_the_command_line_needs_no_heavy_library() -> None:
     )
 
 
-def test_http_does_not_import_torch() -> None:
-    run("import sys, app.api.routes, app.engine.submit\nassert 'torch' not in sys.modules")
+def test_http_imports_neither_torch_nor_opentelemetry() -> None:
+    run(
+        "import sys, app.api.routes, app.engine.submit\n"
+        "assert not {'torch', 'opentelemetry'} & set(sys.modules)"
+    )
 
 
 def test_the_helper_process_compiles_grammars_without_torch() -> None:

@@ -6,7 +6,7 @@ It makes the same checks as the real one, so that errors name the same fields.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -102,6 +102,9 @@ class FakeRun:
 
     def drafts(self, index: int) -> DraftCounts | None:
         return self.engine.drafts
+
+    def parts(self, index: int) -> Sequence[Request]:
+        return (self.requests[index],)
 
     def count(self, *states: State) -> int:
         return sum(request.state in states for request in self.requests)

@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler
 from app.api.request.conditions import on_conditions
 from app.api.request.field_names import fields_named
 from app.api.request.sampling import ready
+from app.http.access import current_usage
 from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
@@ -120,10 +121,14 @@ class Routes(list[Route]):
             @functools.wraps(handler)
             async def received(request: web.Request) -> object:
                 sent = await decoded(request, kind, b"{}" if facts.get("optional") else b"")
+                if (usage := current_usage()) is not None:
+                    usage.ask(sent)
                 with fields_named(names or {}):
                     adapter = getattr(sent, "lora_path", None)
                     named = adapter if isinstance(adapter, str) else None  # `/generate` takes one per prompt
                     loaded = model(request.app[SERVICE], getattr(sent, "model", None), named)
+                    if usage is not None:
+                        usage.served = loaded.card.name
                     if runs(facts):
                         loaded = on_conditions(loaded, request, sent)
                     return await handler(request, sent, loaded)

@@ -15,7 +15,7 @@ from app.api.responses.store import Store
 from app.api.responses.turn import Turn
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Piece, Run
-from app.http.access import begun
+from app.http.access import Usage, begun, current_usage
 from app.http.errors import fault
 from app.http.sse import Dialect, EventStream
 from app.http.tenant import permit
@@ -41,6 +41,8 @@ class Live:
         self.run: Run | None = None
         self.permit = permit()
         """Held to the end: the limits of its API key apply to it."""
+        self.usage = current_usage() or Usage()
+        """Held too: its request is reported when it has ended."""
         self.log: list[bytes] = []
         """Its events so far, one frame each; stays empty when it is not streamed."""
         self.followers: set[EventStream] = set()
@@ -143,6 +145,7 @@ class Responses:
         run = await turn.engine.start(turn.job, live.take)
         begun(run)
         live.permit.hold()
+        live.usage.hold()
         self._live[turn.id] = live
         live.begin(run)
         stored = False
@@ -161,6 +164,8 @@ class Responses:
         assert live.run is not None
         live.permit.use(output=live.run.output_tokens)
         live.permit.release()
+        live.usage.add(live.run)
+        live.usage.end()
         self.store.put(live.turn.record(live.doc, b"".join(live.log)))
 
     def live(self, owner: str, id: str) -> Live | None:
