@@ -34,6 +34,7 @@ RENAMED: Mapping[str, str] = {
     "--tool-call-parser": "--tool-parser",
     "--fastapi-root-path": "--root-path",
     "--lora-paths": "--lora",
+    "--crash-dump-folder": "--dump-requests",
     "--tp-size": "--tp",
     "--dp-size": "--dp",
     "--speculative-draft-model": "--speculative-draft-model-path",

@@ -50,6 +50,7 @@ PATHS = (
     ("model", "chat_template"),
     ("speculative", "speculative_draft_model_path"),
     ("serve", "data_dir"),
+    ("serve", "dump_requests"),
     ("serve", "uds"),
     ("serve", "ssl_certfile"),
     ("serve", "ssl_keyfile"),

@@ -417,6 +417,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         "request; needs the extra 'otel'; empty: no spans",
         "URL",
     ] = ""
+    dump_requests: Annotated[
+        str,
+        "directory of files that get each request, with its text but without keys, and its outcome, for "
+        "python -m bench.replay: 8 files of 256 MiB, then the oldest is deleted; empty: none",
+        "DIR",
+    ] = ""
 
     @property
     def traces_url(self) -> str:

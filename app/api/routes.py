@@ -24,6 +24,7 @@ from app.api.sglang import generate, parsing, sessions
 from app.api.vllm import chat_batch, derender, inference, render
 from app.batch import Batches, Store
 from app.http.burst import Burst
+from app.http.dump import Dump
 from app.http.intake import MAX_HELD, Intake
 from app.http.keys import BURST, INTAKE, KEYS, REQUEST_COUNTS, SERVE, SERVICE
 from app.http.middleware import decorate, edge, expect
@@ -67,7 +68,7 @@ TABLE: tuple[Route, ...] = (
 
 def make_app(service: Service, serve: ServeConfig, clock: Clock = monotonic) -> web.Application:
     """The application, for `app.http.server.Runner`. Raises `ConfigError` for a file of
-    keys, and for spans without OpenTelemetry."""
+    keys, and for traces or dumps that cannot be written."""
     app = web.Application(middlewares=[edge])
     keys = app[KEYS] = Keys(serve.api_key, serve.api_keys_file, clock)
     app[SERVICE] = service
@@ -94,6 +95,8 @@ def _reporters(serve: ServeConfig) -> list[Reporter]:
     reporters: list[Reporter] = []
     if serve.otlp_traces_endpoint:
         reporters.append(_spans(serve.traces_url))
+    if serve.dump_requests:
+        reporters.append(Dump(Path(serve.dump_requests).expanduser()))
     return reporters
 
 

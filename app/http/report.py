@@ -1,4 +1,4 @@
-"""One report for each request that runs the model, for traces: what was asked, what came of it, and
+"""One report for each request that runs the model, for traces and dumps: what was asked, what came of it, and
 when. Nothing is collected where nobody takes them."""
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Report(Usage, kw_only=True):
     status: int = 0
     error: str = ""
     """Code of its error."""
+    key: str = ""
+    """Of its lines in the dump; empty: it is not there."""
     _holders: int = 1
 
     def receive(self, body: bytes) -> None:

@@ -1,0 +1,202 @@
+"""`--dump-requests`: every accepted request and its outcome, in files that nobody else reads."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from app.engine.job import Piece
+from app.http import dump
+from app.http.dump import Accepted, Ended, Files
+from app.http.report import REPORTERS
+from app.settings import make_parser
+from core.config import ServeConfig
+from core.errors import ConfigError
+from tests.rigs.server import Server, Start
+from tests.rigs.wait import until
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "dumps" / "here"
+
+
+@pytest.fixture
+async def server(start: Start, folder: Path) -> Server:
+    return await start(ServeConfig(dump_requests=str(folder), api_key=("secret",)))
+
+
+@pytest.fixture
+def key() -> dict[str, str]:
+    return {"Authorization": "Bearer secret", "X-Api-Key": "secret", "Cookie": "secret"}
+
+
+def lines(folder: Path) -> list[Accepted | Ended]:
+    found = []
+    for path in sorted(folder.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        text = path.read_text()
+        assert "secret" not in text
+        text = text[: text.rfind("\n") + 1]  # the last line may be half written
+        found += [msgspec.json.decode(line, type=Accepted | Ended) for line in text.splitlines()]
+    return found
+
+
+async def flushed(server: Server, folder: Path) -> list[Accepted | Ended]:
+    """All lines, after the end of the writer: later requests are not in the dump."""
+    for reporter in server.app[REPORTERS]:
+        await reporter.close()
+    return lines(folder)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_and_its_outcome(
+    server: Server, folder: Path, key: dict[str, str], stream: bool
+) -> None:
+    text = b'{"role": "user", "content": "h\xc3\xa4 \\"x\\"\\n"}'
+    body = b'{ "messages": [%b],\n "stream": %b, "max_tokens": 3}' % (text, b"true" if stream else b"false")
+    headers = {**key, "X-Request-Id": "mine", "Content-Type": "application/json"}
+    async with server.http.post("/v1/chat/completions?beta=true", data=body, headers=headers) as response:
+        assert response.status == 200
+        await response.read()
+    first, last = await flushed(server, folder)
+    assert isinstance(first, Accepted)
+    assert isinstance(last, Ended)
+    assert (first.method, first.path, first.body) == ("POST", "/v1/chat/completions", body.decode())
+    sent = {name: value for name, value in first.headers.items() if name != "User-Agent"}
+    assert sent == {"Content-Type": "application/json", "X-Request-Id": "mine"}
+    assert first.key == last.key
+    assert (last.status, last.output_tokens, last.finish, last.error) == (200, 3, ["length"], "")
+    assert last.prompt_tokens > 0
+    assert last.total_ms > 0
+    assert not last.failed
+
+
+async def test_what_is_refused_is_not_there(server: Server, folder: Path, key: dict[str, str]) -> None:
+    for body, headers in (({"prompt": PROMPT}, {}), ({"prompt": PROMPT, "temperature": -1}, key)):
+        async with server.http.post("/v1/completions", json=body, headers=headers) as response:
+            assert response.status in (400, 401)
+    assert await flushed(server, folder) == []
+
+
+async def test_a_client_that_left(server: Server, folder: Path, key: dict[str, str]) -> None:
+    server.engine.manual = True
+    body = {"prompt": PROMPT, "stream": True}
+    async with server.http.post("/v1/completions", json=body, headers=key) as response:
+        response.close()
+    await until(lambda: not server.connections)
+    _, last = await flushed(server, folder)
+    assert isinstance(last, Ended)
+    assert (last.status, last.finish, last.error) == (499, ["abort"], "client_disconnected")
+
+
+async def test_what_ran_at_a_crash_is_marked_or_without_an_end(
+    server: Server, folder: Path, key: dict[str, str]
+) -> None:
+    server.engine.manual = True
+    asked = {"json": {"prompt": PROMPT, "stream": True}, "headers": key}
+    async with (
+        server.http.post("/v1/completions", **asked) as response,
+        server.http.post("/v1/completions", **asked),
+    ):
+        await until(lambda: len(lines(folder)) == 2)  # they are there while they run
+        server.engine.runs[0].push(0, Piece("", [], None, server.engine.failure))
+        await response.read()
+        first, second, end = await flushed(server, folder)
+        server.engine.runs[1].abort()
+    assert isinstance(end, Ended)
+    assert (end.key, end.failed, end.finish) == (first.key, True, ["error"])
+    assert second.key != first.key
+
+
+async def test_a_large_body_is_written_in_parts_and_whole(
+    server: Server, folder: Path, key: dict[str, str]
+) -> None:
+    text = "ä€😀x" * 30_000  # characters of 1 to 4 bytes, cut anywhere
+    body = {"input": text, "truncate_prompt_tokens": 8}
+    async with server.http.post("/v1/embeddings", json=body, headers=key) as response:
+        assert response.status == 200
+    found = await flushed(server, folder)
+    assert isinstance(found[0], Accepted)
+    assert msgspec.json.decode(found[0].body) == body
+
+
+def test_files_are_of_a_size_and_few(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dump, "FILE_BYTES", 100)
+    monkeypatch.setattr(dump, "FILES", 3)
+    folder.mkdir(parents=True)
+    other = folder / "notes.txt"
+    other.touch()
+    files = Files(folder)
+    for number in range(20):
+        files.append(iter([b"%d" % number, b"x" * 60, b"\n"]))
+    files.close()
+    kept = sorted(folder.glob("*.jsonl"))
+    assert len(kept) == 3
+    numbers = [int(line.partition("x")[0]) for path in kept for line in path.read_text().splitlines()]
+    assert numbers == list(range(14, 20))
+    assert other.exists(), "only dumps are deleted"
+
+
+async def test_a_full_disk_costs_lines_and_no_request(
+    server: Server, folder: Path, key: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask() -> None:
+        body = {"prompt": "x" * 300, "max_tokens": 2}
+        async with server.http.post("/v1/completions", json=body, headers=key) as response:
+            assert response.status == 200
+
+    await ask()
+    await until(lambda: len(lines(folder)) == 2)
+    (path,) = folder.iterdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.INFO, logger=dump.__name__):
+        # As a full disk: the first bytes of the next line fit, the rest does not.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+        try:
+            await ask()
+            await until(lambda: bool(caplog.messages))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        await ask()
+        found = await flushed(server, folder)
+    assert caplog.messages == ["requests are not dumped: File too large", "requests are dumped again"]
+    keys = [line.key for line in found if isinstance(line, Accepted)]
+    assert len(keys) == 2, "and nothing of the line that did not fit: all others can be read"
+
+
+async def test_a_slow_disk_costs_lines_and_no_memory(
+    server: Server,
+    folder: Path,
+    key: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The same as a disk that takes no more for a while: what waits is at its limit."""
+    monkeypatch.setattr(dump, "WAITING_BYTES", 10)
+    async with server.http.post("/v1/completions", json={"prompt": PROMPT}, headers=key) as response:
+        assert response.status == 200
+    monkeypatch.setattr(dump, "WAITING_BYTES", 10_000)
+    with caplog.at_level(logging.WARNING, logger=dump.__name__):
+        async with server.http.post("/v1/completions", json={"prompt": PROMPT}, headers=key) as response:
+            assert response.status == 200
+        assert len(await flushed(server, folder)) == 2
+    assert caplog.messages == ["1 requests are not in the dump: the disk was too slow"]
+
+
+async def test_a_directory_that_cannot_be_written_to_ends_the_start(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--dump-requests .*file.*Name a directory"):
+        await start(ServeConfig(dump_requests=str(tmp_path / "file")))
+
+
+def test_the_limits_are_those_that_help_names() -> None:
+    text = " ".join(make_parser().format_help().split())
+    assert f"{dump.FILES} files of {dump.FILE_BYTES >> 20} MiB" in text
