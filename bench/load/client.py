@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -52,12 +54,13 @@ class Target(msgspec.Struct, frozen=True):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' if self.tls else ''}://{host}:{self.port}{self.base}"
 
-    def head(self, path: str) -> bytes:
-        """The request head up to and including `Content-Length: `."""
+    def head(self, path: str, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+        """The request head up to and including `Content-Length: `, with more `headers`."""
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         host = self.url.split("/")[2]
         return (
-            f"POST {self.base}{path} HTTP/1.1\r\nHost: {host}\r\n{key}Accept: text/event-stream\r\n"
+            f"POST {self.base}{path} HTTP/1.1\r\nHost: {host}\r\n{key}Accept: text/event-stream\r\n{more}"
             "Content-Type: application/json\r\nContent-Length: "
         ).encode()
 
@@ -259,17 +262,21 @@ class Client:
             index=request.index, turn=request.turn, sent=now, planned=now if planned is None else planned
         )
         stream = Stream(record, self._endpoint, (request.out, request.prompt), keep)
+        await self.post(self._head, request.body, stream)
+        return record, "".join(stream.pieces)
+
+    async def post(self, head: bytes, body: bytes, stream: Stream) -> None:
+        """Send a body with a head of `Target.head`; `stream` reads the answer. Raises nothing."""
         try:
             async with asyncio.timeout(self._target.timeout):
-                await self._send(request.body, stream)
+                await self._send(head, body, stream)
         except TimeoutError:
             stream.fail("timeout", f"{self._target.timeout:g} s", _clock())
         except OSError as error:
             stream.fail("connect", str(error), _clock())
-        return record, "".join(stream.pieces)
 
-    async def _send(self, body: bytes, stream: Stream) -> None:
-        request = self._head + str(len(body)).encode() + b"\r\n\r\n" + body
+    async def _send(self, head: bytes, body: bytes, stream: Stream) -> None:
+        request = head + str(len(body)).encode() + b"\r\n\r\n" + body
         while self._idle:
             connection = self._idle.pop()
             if not connection.usable:

@@ -13,6 +13,7 @@ import numpy as np
 
 from app.engine.job import DraftCounts, Job, Piece, Sink
 from app.text.stops import check_stops
+from core.clock import monotonic
 from core.errors import ContextExceeded, LoomError, RequestError
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.request import Pinning, Request, SamplingParams, State
@@ -174,8 +175,11 @@ class FakeRun:
             return
         self.begun |= index == 0
         self.made[index] += piece.tokens
+        request = self.requests[index]
+        if piece.tokens and not request.first_token_at:
+            request.first_token_at = monotonic()
         if piece.finish is not None:
-            self.requests[index].finish = piece.finish
+            request.finish = piece.finish
             self.open.discard(index)
         self.sink(index, piece)
         if not self.open:
