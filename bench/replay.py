@@ -172,10 +172,15 @@ def streams(request: Accepted) -> bool:
 
 def table(pairs: Sequence[Pair]) -> str:
     """What was recorded beside what was replayed. A gap is the mean time of a token after the first, in
-    streams. Tokens and times are of requests that had an outcome and were replayed without error, prompt
-    tokens of those whose replay was told them."""
+    streams. Tokens and times are of requests that were replayed without error and had an outcome, if any had;
+    prompt tokens of those whose replay was told them."""
     ended = [(pair.recorded.end, pair.replayed) for pair in pairs]
-    good = [(end, new) for end, new in ended if end is not None and new.bad is None]
+    some = any(pair.recorded.finished for pair in pairs)
+    good = [
+        (pair.recorded.end if pair.recorded.finished else None, pair.replayed)
+        for pair in pairs
+        if pair.replayed.bad is None and (pair.recorded.finished or not some)
+    ]
     told = [(end, new) for end, new in good if new.usage]
     live = [(end, new) for end, new in good if new.ttft is not None]
     errors = sum(end is not None and bool(end.error) for end, _ in ended)
@@ -184,13 +189,11 @@ def table(pairs: Sequence[Pair]) -> str:
         _counts("requests", len(pairs), len(pairs)),
         _counts("without an outcome", sum(end is None for end, _ in ended), 0),
         _counts("errors", errors, sum(new.bad is not None for _, new in ended)),
-        _counts(
-            "prompt tokens", sum(end.prompt_tokens for end, _ in told), sum(new.prompt for _, new in told)
-        ),
-        _counts("output tokens", sum(end.output_tokens for end, _ in good), sum(new.out for _, new in good)),
-        *_times("TTFT", [end.first_token_ms for end, _ in live], [new.ttft for _, new in live]),
-        *_times("gap", [_gap(end) for end, _ in live], [new.tpot for _, new in live]),
-        *_times("total", [end.total_ms for end, _ in good], [new.e2e for _, new in good]),
+        _counts("prompt tokens", sum(e.prompt_tokens for e, _ in told if e), sum(n.prompt for _, n in told)),
+        _counts("output tokens", sum(e.output_tokens for e, _ in good if e), sum(n.out for _, n in good)),
+        *_times("TTFT", [e.first_token_ms for e, _ in live if e], [new.ttft for _, new in live]),
+        *_times("gap", [_gap(end) for end, _ in live if end], [new.tpot for _, new in live]),
+        *_times("total", [end.total_ms for end, _ in good if end], [new.e2e for _, new in good]),
     ]
     found = failures(new for _, new in ended)
     return "\n".join([align(rows), *(f"{n['count']} x {kind}: {n['example']}" for kind, n in found.items())])

@@ -112,7 +112,7 @@ def _spans(endpoint: str) -> Reporter:
 
 
 async def _close(app: web.Application) -> None:
-    for reporter in app[REPORTERS]:
-        await reporter.close()
     await app[BATCHES].close()
     await app[RESPONSES].close()
+    for reporter in app[REPORTERS]:  # last: those above end what they run
+        await reporter.close()

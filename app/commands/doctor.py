@@ -102,7 +102,10 @@ def _port(config: Config) -> Iterable[str]:
 
 def _disk(config: Config) -> Iterable[str]:
     data = Path(config.serve.data_dir).expanduser() if config.serve.data_dir else cache_dir() / "data"
-    return [_writable(cache_dir(), "LOOM_CACHE"), _writable(data, "--data-dir")]
+    folders = {"LOOM_CACHE": cache_dir(), "--data-dir": data}
+    if config.serve.dump_requests:
+        folders["--dump-requests"] = Path(config.serve.dump_requests).expanduser()
+    return [_writable(folder, setting) for setting, folder in folders.items()]
 
 
 def _writable(folder: Path, setting: str) -> str:

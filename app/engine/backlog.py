@@ -71,6 +71,7 @@ class Backlog:
         while self._entries:
             self.deliver()
         for request in list(self._streams):
+            request.finish = request.finish or finish  # no step will: timings and reports say how it ended
             self._end(request, finish)
 
     def _deliver_tokens(self, confirmed: Confirmed, start: int, stop: int) -> None:

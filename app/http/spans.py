@@ -26,7 +26,7 @@ FLUSH_SECONDS = 3.0
 
 
 class Spans:
-    """A `Reporter` that exports spans. The event loop makes them (0.1 ms a request) and appends them to the
+    """A `Reporter` that exports spans. The event loop makes them (0.2 ms a request) and appends them to the
     SDK's bounded queue; the SDK's own thread exports them. Owner: event loop."""
 
     keeps_bodies = False
@@ -80,6 +80,7 @@ class Spans:
         flushed = asyncio.wrap_future(begin(self._processor.shutdown, "loom-spans"))
         done, _ = await asyncio.wait((flushed,), timeout=FLUSH_SECONDS)
         if not done:
+            log.warning("the last spans were not exported within %g s", FLUSH_SECONDS)
             self._exporter.shutdown()
 
 

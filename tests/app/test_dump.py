@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import stat
@@ -10,14 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.engine.job import Piece
 from app.http import dump
 from app.http.dump import Accepted, Ended, Files
 from app.http.report import REPORTERS
 from app.settings import make_parser
+from app.text.tokenizer import Tokenizer
 from core.config import ServeConfig
 from core.errors import ConfigError
 from tests.rigs.server import Server, Start
+from tests.rigs.step_loop import Bench
 from tests.rigs.wait import until
 
 PROMPT = [5, 6, 7, 8]
@@ -97,23 +99,37 @@ async def test_a_client_that_left(server: Server, folder: Path, key: dict[str, s
     assert (last.status, last.finish, last.error) == (499, ["abort"], "client_disconnected")
 
 
-async def test_what_ran_at_a_crash_is_marked_or_without_an_end(
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_ran_when_the_engine_failed_is_marked(
+    server: Server, folder: Path, key: dict[str, str], tokenizer: Tokenizer, stream: bool
+) -> None:
+    bench = Bench(tokenizer, fail_at=4, rows=2)
+    server.service.ready(msgspec.structs.replace(server.service.loaded, engine=bench.submitter))
+
+    async def ask(tokens: int) -> None:
+        body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+        async with server.http.post("/v1/completions", json=body, headers=key) as response:
+            await response.read()
+
+    await asyncio.gather(ask(2), ask(50), ask(50))  # one ends before, one runs, one waits
+    ends = [line for line in await flushed(server, folder) if isinstance(line, Ended)]
+    bench.engine.close()
+    assert sorted((end.failed, *end.finish, end.error, end.status) for end in ends) == [
+        (False, "length", "", 200),
+        *[(True, "error", "engine_failed", 200 if stream else 500)] * 2,
+    ]
+
+
+async def test_what_runs_is_there_without_an_outcome(
     server: Server, folder: Path, key: dict[str, str]
 ) -> None:
     server.engine.manual = True
-    asked = {"json": {"prompt": PROMPT, "stream": True}, "headers": key}
-    async with (
-        server.http.post("/v1/completions", **asked) as response,
-        server.http.post("/v1/completions", **asked),
-    ):
-        await until(lambda: len(lines(folder)) == 2)  # they are there while they run
-        server.engine.runs[0].push(0, Piece("", [], None, server.engine.failure))
-        await response.read()
-        first, second, end = await flushed(server, folder)
-        server.engine.runs[1].abort()
-    assert isinstance(end, Ended)
-    assert (end.key, end.failed, end.finish) == (first.key, True, ["error"])
-    assert second.key != first.key
+    body = {"prompt": PROMPT, "stream": True}
+    async with server.http.post("/v1/completions", json=body, headers=key):
+        await until(lambda: bool(lines(folder)))
+        (line,) = lines(folder)
+        assert isinstance(line, Accepted)
+        server.engine.runs[0].abort()
 
 
 async def test_a_large_body_is_written_in_parts_and_whole(

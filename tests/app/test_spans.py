@@ -10,9 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from app import settings
+from app.engine.job import Piece
 from app.http.report import REPORTERS
 from core.config import ServeConfig
 from core.errors import ConfigError
+from core.types import Finish, FinishReason
 from tests.rigs.collector import Collector, Span, collecting
 from tests.rigs.server import Server, Start
 from tests.rigs.wait import until
@@ -32,7 +35,11 @@ async def collector() -> AsyncIterator[Collector]:
 
 @pytest.fixture
 async def server(start: Start, collector: Collector) -> Server:
-    return await start(ServeConfig(otlp_traces_endpoint=collector.url, api_key=()))
+    return await start(
+        ServeConfig(
+            otlp_traces_endpoint=collector.url,
+        )
+    )
 
 
 async def flushed(server: Server, collector: Collector) -> list[Span]:
@@ -173,16 +180,24 @@ async def test_a_failure_of_the_engine_is_the_spans(
     assert span.attributes["gen_ai.response.finish_reasons"] == ["error"]
 
 
-async def test_a_response_in_the_background_ends_its_span_when_it_is_made(
-    server: Server, collector: Collector
+@pytest.mark.parametrize("ending", ["cancelled", "made", "server ends"])
+async def test_a_response_in_the_background_ends_its_span_when_it_ends(
+    server: Server, collector: Collector, ending: str
 ) -> None:
     server.engine.manual = True
     status, made = await server.post("/v1/responses", {"input": "hi", "background": True, "store": True})
     assert status == 200
-    async with server.http.post(f"/v1/responses/{made['id']}/cancel") as response:
-        assert response.status == 200
-    (span,) = await flushed(server, collector)
-    assert span.attributes["gen_ai.response.finish_reasons"] == ["abort"]
+    (run,) = server.engine.runs
+    if ending == "cancelled":
+        async with server.http.post(f"/v1/responses/{made['id']}/cancel") as response:
+            assert response.status == 200
+    elif ending == "made":
+        run.push(0, Piece("Hello", [72], None, Finish(FinishReason.STOP)))
+    await server.app.cleanup()
+    (span,) = collector.roots()
+    told = span.attributes
+    assert told["gen_ai.response.finish_reasons"] == ["stop" if ending == "made" else "abort"]
+    assert told.get("gen_ai.usage.output_tokens") == (1 if ending == "made" else 0)
 
 
 async def test_a_collector_that_is_down_costs_one_line_and_no_request(
@@ -205,3 +220,13 @@ async def test_without_the_extra_the_start_names_it(start: Start, monkeypatch: p
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint .* pip install 'loom-serve\[otel\]'"):
         await start(ServeConfig(otlp_traces_endpoint="http://localhost:4318"))
+
+
+def test_an_endpoint_of_grpc_is_refused_with_the_port_of_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings.parse(["--otlp-traces-endpoint", "localhost:4317"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--otlp-traces-endpoint" in said
+    assert "http://" in said
+    assert "4318" in said

@@ -92,6 +92,7 @@ async def test_what_ran_at_a_crash_is_replayed_alone(
     table = rows(capsys.readouterr().out)
     assert (table["requests"], table["errors"]) == (["2", "2"], ["1", "0"])
     assert table["without an outcome"] == ["1", "0"]
+    assert table["output tokens"][0] == "0" != table["output tokens"][1], "there is nothing to compare with"
     assert sorted(run.prompt.tolist() for run in second.engine.runs) == prompts[1:]
 
 
