@@ -67,8 +67,8 @@ TABLE: tuple[Route, ...] = (
 
 
 def make_app(service: Service, serve: ServeConfig, clock: Clock = monotonic) -> web.Application:
-    """The application, for `app.http.server.Runner`. Raises `ConfigError` for a file of
-    keys, and for traces or dumps that cannot be written."""
+    """The application, for `app.http.server.Runner`. Raises `ConfigError` for a file of keys, and
+    where spans or dumps cannot be written."""
     app = web.Application(middlewares=[edge])
     keys = app[KEYS] = Keys(serve.api_key, serve.api_keys_file, clock)
     app[SERVICE] = service

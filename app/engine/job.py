@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -171,8 +171,12 @@ class Run(Protocol):
         """Of one choice so far; None where the engine does not speculate."""
         ...
 
-    def parts(self, index: int) -> Sequence[Request]:
-        """The engine's requests that make one choice, in order: two where its reasoning was cut."""
+    def request(self, index: int) -> Request:
+        """The engine's request for one choice; where its reasoning was cut, the first of two."""
+        ...
+
+    def finish(self, index: int) -> Finish | None:
+        """How one choice ended for its client; None before."""
         ...
 
     def count(self, *states: State) -> int:

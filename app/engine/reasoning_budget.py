@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -152,10 +151,13 @@ class WatchedRun:
             return first
         return DraftCounts(*map(sum, zip(first, after, strict=True)))
 
-    def parts(self, index: int) -> Sequence[Request]:
-        """See `app.engine.job.Run.parts`."""
-        first, second = self._first.parts(index), self._choices[index].second
-        return first if second is None else (*first, *second.parts(0))
+    def request(self, index: int) -> Request:
+        """See `app.engine.job.Run.request`."""
+        return self._first.request(index)
+
+    def finish(self, index: int) -> Finish | None:
+        """See `app.engine.job.Run.finish`."""
+        return self._choices[index].finish
 
     def count(self, *states: State) -> int:
         """See `app.engine.job.Run.count`."""
@@ -250,6 +252,7 @@ class WatchedRun:
 
     def _give(self, index: int, piece: Piece) -> None:
         if piece.finish is not None:
+            self._choices[index].finish = piece.finish
             self._left -= 1
             if not self._left:
                 self._done.set()
@@ -266,6 +269,8 @@ class Choice:
         """Its budget is used up; its request is being ended."""
         self.over: Finish | None = None
         """Complete; its request is being ended, and the client gets this finish."""
+        self.finish: Finish | None = None
+        """What the client got."""
         self.reasoning = 0
         self.thought: list[int] = []
         """Output so far, as long as it may be cut."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from app.engine.job import DraftCounts, Job, Piece, Sink
 from app.engine.loop import Engine
@@ -61,9 +61,13 @@ class LiveRun:
         counts = request.drafts
         return DraftCounts(counts.steps, counts.drafted, counts.delivered(len(request.output)))
 
-    def parts(self, index: int) -> Sequence[Request]:
-        """See `app.engine.job.Run.parts`."""
-        return (self.requests[index],)
+    def request(self, index: int) -> Request:
+        """See `app.engine.job.Run.request`."""
+        return self.requests[index]
+
+    def finish(self, index: int) -> Finish | None:
+        """See `app.engine.job.Run.finish`."""
+        return self.requests[index].finish
 
     def count(self, *states: State) -> int:
         """See `app.engine.job.Run.count`."""

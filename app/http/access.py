@@ -25,11 +25,10 @@ class Usage(msgspec.Struct):
     output_tokens: int = 0
     first_token_at: float = 0.0
     """On the engine's clock; 0: none yet."""
-
     served: str = ""
     """Name of the model or adapter that answers."""
 
-    # What only reports keep (`app/http/report.py`).
+    # What a request goes through; only reports keep it (`app/http/report.py`).
 
     def receive(self, body: bytes) -> None:
         """The request's body has arrived."""

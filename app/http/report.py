@@ -14,7 +14,7 @@ from app.engine.job import Run
 from app.http.access import CLIENT_GONE, Usage
 from app.http.errors import Fault
 from core.clock import monotonic
-from core.request import Request, SamplingParams
+from core.request import SamplingParams
 from core.types import FinishReason
 
 MAX_LISTED = 128
@@ -94,7 +94,7 @@ class Report(Usage, kw_only=True):
         if self.params is not None:
             return
         self.params = run.params
-        first = run.parts(0)[0]
+        first = run.request(0)
         self.id, self.queued_at = first.id.rpartition("-")[0], first.arrival
         for reporter in self.reporters:
             reporter.accepted(self)
@@ -105,12 +105,12 @@ class Report(Usage, kw_only=True):
         super().add(run)
         self.cached_tokens += run.cached
         for index in range(run.choices):
-            parts = run.parts(index)
-            self.started_at = _earlier(self.started_at, parts[0].started_at)
+            self.started_at = _earlier(self.started_at, run.request(index).started_at)
             if len(self.finishes) < MAX_LISTED:
-                self.finishes.append(_finish(parts[-1]))
+                finish = run.finish(index)  # none yet: its client has gone, and it was aborted
+                self.finishes.append((FinishReason.ABORT if finish is None else finish.reason).value)
         if not self.history:
-            self.history = run.parts(0)[0].history[:MAX_LISTED]
+            self.history = run.request(0).history[:MAX_LISTED]
 
     def fail(self, fault: Fault) -> None:
         """See `Usage.fail`."""
@@ -142,10 +142,6 @@ class Report(Usage, kw_only=True):
 
 def _earlier(known: float, time: float) -> float:
     return min(known or time, time or known)
-
-
-def _finish(request: Request) -> str:
-    return (FinishReason.ABORT if request.finish is None else request.finish.reason).value
 
 
 REPORTERS = web.AppKey("reporters", list[Reporter])

@@ -17,7 +17,7 @@ from core.config import ServeConfig
 from core.errors import ConfigError
 from core.types import Finish, FinishReason
 from tests.rigs.collector import Collector, Span, collecting
-from tests.rigs.server import Server, Start
+from tests.rigs.server import Server, Start, know
 from tests.rigs.wait import until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra otel")
@@ -178,6 +178,22 @@ async def test_a_failure_of_the_engine_is_the_spans(
     assert span.failed
     assert span.attributes["error.type"] == "engine_failed"
     assert span.attributes["gen_ai.response.finish_reasons"] == ["error"]
+
+
+async def test_an_answer_that_ends_before_a_second_call_was_not_aborted(
+    server: Server, collector: Collector
+) -> None:
+    """The engine's request is aborted then, its client has all that it asked for."""
+    know(server)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    server.engine.scripts = [[call, "\n", *call, *"\nMore."]]
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    body = {"messages": HI, "tools": tools, "parallel_tool_calls": False}
+    status, answer = await server.post("/v1/chat/completions", body)
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "tool_calls")
+    assert server.engine.runs[0].ended == [0]
+    (span,) = await flushed(server, collector)
+    assert span.attributes["gen_ai.response.finish_reasons"] == ["stop"]
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "made", "server ends"])

@@ -65,6 +65,8 @@ async def test_what_follows_a_cut_is_what_the_model_says_to_it(
         end = at + len(CLOSING)
         assert tokens[end:] == oracle([*PROMPT.tolist(), *tokens[:end]], 40 - end, VOCAB)
         assert watched.reason(index) is FinishReason.LENGTH and len(tokens) == 40
+        finish = run.finish(index)  # and not the abort of the request that was cut
+        assert finish is not None and finish.reason is FinishReason.LENGTH
     assert run.reasoning_tokens == at * n
     assert run.prompt.tolist() == PROMPT.tolist() and run.choices == n
     # Prompt and thinking were in the tree: only the closing mark was new.

@@ -6,7 +6,7 @@ It makes the same checks as the real one, so that errors name the same fields.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -104,8 +104,11 @@ class FakeRun:
     def drafts(self, index: int) -> DraftCounts | None:
         return self.engine.drafts
 
-    def parts(self, index: int) -> Sequence[Request]:
-        return (self.requests[index],)
+    def request(self, index: int) -> Request:
+        return self.requests[index]
+
+    def finish(self, index: int) -> Finish | None:
+        return self.requests[index].finish
 
     def count(self, *states: State) -> int:
         return sum(request.state in states for request in self.requests)
