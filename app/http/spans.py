@@ -66,7 +66,7 @@ class Spans:
         span.end(_nanoseconds(report, report.ended_at))
 
     def _phases(self, report: Report, span: trace.Span) -> None:
-        """A span for each phase that the request reached; on the first the events of its first choice."""
+        """A span for each phase that the request reached, with the events of its first choice."""
         below = trace.set_span_in_context(span)
         for name, start, end in phases(report):
             phase = self._tracer.start_span(name, below, start_time=_nanoseconds(report, start))
@@ -98,7 +98,7 @@ class ToldExporter:
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             if self._lost:
-                log.info("spans reach %s again; %d were lost", self._endpoint, self._lost)
+                log.info("spans reach %s again; %d or more were lost", self._endpoint, self._lost)
             self._lost = 0
         else:
             if not self._lost:
