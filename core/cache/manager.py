@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from core.cache.events import CacheEvents
 from core.cache.evict import EVICTION_KEYS
 from core.cache.hold import Hold
 from core.cache.integrity import check
@@ -36,7 +37,8 @@ class CacheManager:
     Owner: event loop; the scheduler uses the cache through it alone. `num_pages` includes page 0, the
     dump, which is never handed out. With `radix` off every match is empty and nothing is kept.
     With `bigram` on, pages are keyed by pairs of tokens: a page of tokens is cached once the token
-    after it is known. `pin_share` of the pool may be pinned.
+    after it is known. `pin_share` of the pool may be pinned. `events` are told what the tree stores and
+    removes; None costs nothing.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class CacheManager:
         eviction: Eviction = "lru",
         bigram: bool = False,
         pin_share: float = 0.5,
+        events: CacheEvents | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
@@ -55,7 +58,8 @@ class CacheManager:
         self._radix = radix
         self._bigram = bigram
         self._pages = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size, EVICTION_KEYS[eviction])
+        self._events = events
+        self._tree = RadixTree(page_size, EVICTION_KEYS[eviction], events)
         self._pins = Pins(self._tree, int(self._pages.total * pin_share))
         self._queried_tokens = 0
         self._hit_tokens = 0
@@ -215,7 +219,10 @@ class CacheManager:
 
     def flush(self) -> int:
         """Drop everything that is cached and not locked, pinned or not; returns the pages freed."""
-        return self._evict(self._tree.evictable)
+        freed = self._evict(self._tree.evictable)
+        if self._events is not None and not self._tree.nodes:
+            self._events.cleared()
+        return freed
 
     def statistics(self) -> CacheStatistics:
         """Counters only: nothing is walked."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from core.cache.events import CacheEvents
 from core.cache.evict import EvictionKey
 from core.cache.key import WIDTH, common_units
 from core.cache.node import NO_PAGES, Edge, RadixNode
@@ -55,7 +56,7 @@ class RadixTree:
     a root exists only while something is cached (or held) below it.
     """
 
-    def __init__(self, page_size: int, eviction_key: EvictionKey) -> None:
+    def __init__(self, page_size: int, eviction_key: EvictionKey, events: CacheEvents | None = None) -> None:
         self.top = RadixNode(None, b"", b"", NO_PAGES, 0, 0)
         self.evictable = 0
         self.protected = 0
@@ -65,6 +66,7 @@ class RadixTree:
         """Nodes with pages: neither roots nor the top."""
         self._step = page_size * WIDTH
         self._eviction_key = eviction_key
+        self._events = events
         self._now = 0
         # Every unlocked leaf without pins has one entry. Entries of nodes that were locked, pinned,
         # dropped or grew children since stay until they come up; `RadixNode.queued` keeps a node from
@@ -114,6 +116,8 @@ class RadixTree:
         found = at // self._step
         if at < len(key):
             end = self._attach(end, key[at : at + self._step], key[at:], np.array(pages[found:], np.int32))
+            if self._events is not None:
+                self._events.stored(root, end)
         self.promote(end, priority)
         self.lock(end, below=node)
         return end, found
@@ -293,6 +297,8 @@ class RadixTree:
         node.parent = None
         self.evictable -= len(node.pages)
         self.nodes -= 1
+        if self._events is not None:
+            self._events.removed(node.pages)
         self._settle(parent)
 
     # -- looking (tests and integrity)

@@ -9,15 +9,18 @@ what each page was last written with.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
 
 from core.cache import CacheManager, Hold
+from core.cache.events import CacheEvents, Removed, Stored
 from core.config import Eviction
 from core.stats import CacheStatistics
 from core.types import Ints, RootKey
+from tests.rigs.follower import Follower
 
 STEPS = 450
 PIN_SHARE = 0.7
@@ -61,9 +64,17 @@ class World:
         self.bigram = bigram
         self.radix = radix
         self.num_pages = self.rng.choice([12, 30, 48])
+        self.events = CacheEvents(self.num_pages, bigram)
         self.cache = CacheManager(
-            self.num_pages, page_size, radix=radix, eviction=eviction, bigram=bigram, pin_share=PIN_SHARE
+            self.num_pages,
+            page_size,
+            radix=radix,
+            eviction=eviction,
+            bigram=bigram,
+            pin_share=PIN_SHARE,
+            events=self.events,
         )
+        self.follower = Follower()
         self.cached: dict[Prefix, int] = {}
         self.memory: dict[int, Prefix] = {}
         self.running: list[Running] = []
@@ -143,6 +154,21 @@ class World:
             self.pins.remove(own[0])
         while pages(self.pins) > most:
             self.pins.remove(self.pins[0])
+
+    def follow(self) -> None:
+        """Who follows the events knows every page that has no salt, with its adapter and its tokens."""
+        for event in self.events.take():
+            if isinstance(event, Stored):
+                tokens = event.tokens.tolist()
+                self.follower.stored(event.root.adapter, event.parent, event.hashes, tokens)
+            elif isinstance(event, Removed):
+                self.follower.removed(event.hashes)
+            else:
+                assert not len(self.follower), "what was flushed is removed before"
+        # Under two keys of bigrams, pages may have the same tokens.
+        told = [(root, key[:-4] if self.bigram else key) for root, key in self.cached if not root.salt]
+        seen = [(each.adapter, np.array(each.tokens, np.int32).tobytes()) for each in self.follower]
+        assert Counter(seen) == Counter((root.adapter, key) for root, key in told)
 
     # -- what a scheduler does
 
@@ -301,6 +327,7 @@ class World:
             action = self.admit
         action()
         self.cache.check_integrity([request.hold for request in self.running])
+        self.follow()
         statistics = self.cache.statistics()
         assert (statistics.pins, statistics.pinned) == (len(self.pins), len(self.pinned()))
         for request in self.running:

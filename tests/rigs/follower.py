@@ -1,0 +1,55 @@
+"""Who follows the events of a prefix cache: knows its pages by their hashes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Block(NamedTuple):
+    """A page, known by the prefix that it ends."""
+
+    adapter: str
+    tokens: tuple[int, ...]
+
+
+class Follower:
+    """The pages of one cache, from its events alone.
+
+    Raises where an event does not follow from those before: a page below an unknown one, stored twice, or
+    removed and unknown.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def prefixes(self) -> Counter[tuple[int, ...]]:
+        """Of all pages, adapters aside."""
+        return Counter(each.tokens for each in self)
+
+    def stored(self, adapter: str, parent: int | None, hashes: Sequence[int], tokens: Sequence[int]) -> None:
+        """Pages below `parent`."""
+        before = () if parent is None else self._blocks[parent].tokens
+        assert parent is None or self._blocks[parent].adapter == adapter
+        size, rest = divmod(len(tokens), len(hashes))
+        assert not rest
+        for page, each in enumerate(hashes, 1):
+            assert each not in self._blocks
+            self._blocks[each] = Block(adapter, (*before, *tokens[: page * size]))
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        """Pages are gone."""
+        for each in hashes:
+            del self._blocks[each]
+
+    def cleared(self) -> None:
+        """All that remain are gone."""
+        self._blocks.clear()
