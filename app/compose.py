@@ -9,10 +9,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import __version__ as torch_version
@@ -30,12 +31,14 @@ from app.service import SERVED, Loaded, ModelCard
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.adapters import AdapterInfo, AdapterLimits, adapter_limits, adapters_at_start
+from core.cache.events import CacheEvents
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import Config, ModelConfig
 from core.env import cache_dir, read_object
 from core.errors import ConfigError
 from core.executor import Capabilities, Executor
+from core.kv_events import kv_events
 from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
 from core.speculation import resolve_algorithm
@@ -47,6 +50,9 @@ from gpu.nodes.join import Nodes, join
 from gpu.survey import survey
 from gpu.targets import device_of_node
 from gpu.weights import config_from_gguf
+
+if TYPE_CHECKING:
+    from app.engine.kv_events import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +79,22 @@ class Live(msgspec.Struct, frozen=True):
     grammars: Compiler | None
     memory: tuple[str, ...]
     """What the memory of each device holds, one phrase a part."""
+    publishers: Sequence[tuple[Publisher, CacheEvents]]
+    """Of the events of each replica's cache; none unless `--kv-events-config` says so."""
 
     async def start(self) -> None:
         """Start the engines on the running loop. Raises `ConfigError` for an adapter that is refused."""
-        self.replicas.start(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        for publisher, events in self.publishers:
+            publisher.start(loop, events, self.registry.name)
+        self.replicas.start(loop)
         await self.registry.start(self.adapters)
 
     def close(self) -> None:
         """Stop every thread. Requests that still run end with an error."""
         self.replicas.close()
+        for publisher, _ in self.publishers:
+            publisher.close()
         if self.grammars is not None:
             self.grammars.close()
         self.loaded.helper.close()
@@ -95,6 +108,17 @@ def load(config: Config, progress: Progress) -> Live:
     Raises `ConfigError`; may run for minutes in any thread."""
     if node := config.parallel.node_rank:
         raise ConfigError(f"--node-rank {node} only runs ranks for node 0: start it with '{invocation()}'.")
+    with ExitStack() as refused:
+        publishers: list[Publisher] = []
+        for each in _publishers(config):
+            refused.callback(each.close)
+            publishers.append(each)
+        live = _load(config, publishers, progress)
+        refused.pop_all()
+    return live
+
+
+def _load(config: Config, publishers: Sequence[Publisher], progress: Progress) -> Live:
     checkpoint, spec = _checkpoint(config, progress)
     progress("tokenizer", 0.0)
     tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
@@ -110,7 +134,8 @@ def load(config: Config, progress: Progress) -> Live:
     progress("engine", 0.0)
     if limits is not None and executor.capabilities.adapters is None:
         raise ConfigError("LoRA adapters are not available for this model on this device.")
-    engines = [_engine(each, config) for each in executors]
+    events = [CacheEvents(each.capabilities.num_pages) if publishers else None for each in executors]
+    engines = [_engine(each, config, told) for each, told in zip(executors, events, strict=True)]
     replicas = Replicas(engines, config.parallel.load_balance_method)
     card = _card(checkpoint, spec, executor.capabilities, config.model)
     roots = [Path(path) for path in (*config.lora.lora_root, *(a.path for a in adapters))]
@@ -128,7 +153,32 @@ def load(config: Config, progress: Progress) -> Live:
         settings=config.serve,
         helper=helper,
     )
-    return Live(replicas, submitter, loaded, registry, adapters, grammars, executor.capabilities.memory)
+    return Live(
+        replicas,
+        submitter,
+        loaded,
+        registry,
+        adapters,
+        grammars,
+        executor.capabilities.memory,
+        [(each, told) for each, told in zip(publishers, events, strict=False) if told is not None],
+    )
+
+
+def _publishers(config: Config) -> Iterator[Publisher]:
+    """Of the cache's events, one for each replica. Before the model is loaded: an address that is taken shows
+    at once."""
+    settings = kv_events(config.cache, config.parallel.dp)
+    if settings is None:
+        return
+    try:
+        from app.engine.kv_events import Publisher
+    except ImportError as error:
+        raise ConfigError(
+            f"--kv-events-config needs pyzmq: pip install 'loom-serve[kv-events]' ({error})."
+        ) from error
+    for replica in range(config.parallel.dp):
+        yield Publisher(settings, replica)
 
 
 def load_executors(config: Config, progress: Progress) -> list[LocalExecutor]:
@@ -242,7 +292,7 @@ def _executor(
     return build_executor(spec, source, config.model, config.cache, config.schedule, progress, beside)
 
 
-def _engine(executor: Executor, config: Config) -> Engine:
+def _engine(executor: Executor, config: Config, events: CacheEvents | None) -> Engine:
     capabilities = executor.capabilities
     cache = CacheManager(
         capabilities.num_pages,
@@ -251,6 +301,7 @@ def _engine(executor: Executor, config: Config) -> Engine:
         radix=config.cache.radix_cache and capabilities.causal,
         eviction=config.cache.eviction,
         pin_share=config.cache.pin_share,
+        events=events,
     )
     scheduler = Scheduler(capabilities, cache, config.schedule, monotonic)
     return Engine(scheduler, executor, config.schedule.overlap_depth, monotonic)

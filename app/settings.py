@@ -26,6 +26,7 @@ from core.config import (
     SpeculativeConfig,
 )
 from core.errors import ConfigError
+from core.kv_events import kv_events
 from core.nodes import check_nodes, of_torchrun
 from core.speculation import check_speculation
 
@@ -159,6 +160,7 @@ def settings(parser: Parser, given: Given) -> Config:
         check_nodes(config.parallel)
         check_speculation(config.speculative)
         adapters_at_start(config.lora)
+        kv_events(config.cache, config.parallel.dp)
         if config.serve.api_keys_file:
             key_file.read(config.serve.api_keys_file, config.serve.api_key)
     except ConfigError as error:

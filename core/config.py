@@ -101,6 +101,12 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     ] = 0.0
     radix_cache: Annotated[bool, "prefix caching: reuse the KV of equal prefixes"] = True
     eviction: Annotated[Eviction, "policy that chooses the cached pages to evict"] = "lru"
+    kv_events_config: Annotated[
+        str,
+        "publish what the prefix cache stores and removes, for routers; settings as vLLM's, "
+        '{"enable_kv_cache_events": true}; needs the extra kv-events; empty: publish nothing',
+        "JSON",
+    ] = ""
     pin_share: Annotated[
         float,
         "maximum share of the pool for prefixes that clients pin; one client gets at most half of it",

@@ -83,6 +83,11 @@ class Adapters(Shielded):
         """The adapter of that name."""
         return self._named.get(name)
 
+    def name(self, id: str) -> str | None:
+        """The name of a loaded adapter, or of one that is being unloaded."""
+        use = self._uses.get(id)
+        return None if use is None else use.info.name
+
     def names(self, ids: Collection[str]) -> list[str]:
         """The names of loaded adapters, those being unloaded too."""
         return sorted(self._uses[id].info.name for id in ids if id in self._uses)

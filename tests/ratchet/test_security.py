@@ -58,8 +58,9 @@ def test_nothing_runs_what_it_reads() -> None:
         for node in ast.walk(tree.parse(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in calls
     ]
-    # Between the server and its helper: bytes only, because `send` and `recv` would pickle.
-    assert found == ["app/helper/wire.py: multiprocessing.connection"]
+    # Bytes only: between the server and its helper, because `send` and `recv` would pickle, and to routers.
+    assert found == ["app/engine/kv_events.py: zmq", "app/helper/wire.py: multiprocessing.connection"]
+    assert tree.count(r"_pyobj\(|_serialized\(", *ROOMS) == 0
     assert tree.count(r"onnection\.(?:send|recv)\(", "app/helper") == 0
     assert tree.count(r"torch\.load\(|trust_remote_code=True|shell=True|allow_pickle=True", *ROOMS) == 0
 

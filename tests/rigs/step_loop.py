@@ -12,6 +12,7 @@ from app.engine.loop import Engine
 from app.engine.replicas import Replicas
 from app.engine.submit import LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
+from core.cache.events import CacheEvents
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import LoadBalance, ScheduleConfig
@@ -30,14 +31,17 @@ class Bench:
     """Engines over fake executors, one unless `replicas` says more, and the delivered pieces."""
 
     def __init__(self, tokenizer: Tokenizer, depth: int = 1, eager: bool = True, **options: object) -> None:
-        """`adapters` limits adapters, which may lie in `roots`; `balance` chooses replicas."""
+        """`adapters` limits adapters, which may lie in `roots`; `balance` chooses replicas. With
+        `events` each cache records them."""
         count = int(str(options.pop("replicas", 1)))
         balance: LoadBalance = options.pop("balance", "cached-prefix")  # type: ignore[assignment]
         adapters = options.pop("adapters", None)
         roots = options.pop("roots", ())
         fail_at = int(str(options.pop("fail_at", -1)))
+        pages = int(str(options.pop("pages", 129)))
+        self.events = [CacheEvents(pages) for _ in range(count if options.pop("events", False) else 0)]
         capabilities = Capabilities(
-            num_pages=129,
+            num_pages=pages,
             page_size=4,
             max_rows=int(str(options.pop("rows", 8))),
             context_length=512,
@@ -49,9 +53,10 @@ class Bench:
         )
         self.executors = [FakeExecutor(capabilities, eager=eager, fail_at=fail_at) for _ in range(count)]
         config = ScheduleConfig(**options)  # type: ignore[arg-type]
-        self.schedulers = [
-            Scheduler(capabilities, CacheManager(129, 4), config, monotonic) for _ in range(count)
+        caches = [
+            CacheManager(pages, 4, events=self.events[n] if self.events else None) for n in range(count)
         ]
+        self.schedulers = [Scheduler(capabilities, cache, config, monotonic) for cache in caches]
         self.engines = [
             Engine(scheduler, executor, depth, monotonic)
             for scheduler, executor in zip(self.schedulers, self.executors, strict=True)
