@@ -326,7 +326,13 @@ async def test_render_shows_and_runs_nothing(server: Server) -> None:
         "prompt": "user: hi\nassistant: ",
         "token_ids": list(b"user: hi\nassistant: "),
         "max_model_len": 512,
+        "features": None,
         "sampling_params": {"skip_special_tokens": True},
+        "stream": False,
+        "stream_options": None,
+        "cache_salt": None,
+        "priority": 0,
+        "kv_transfer_params": None,
     }
     told = await ask(server, COMPLETIONS + "/render", {"prompt": ["a", "b"]})
     assert [(one["prompt"], one["token_ids"]) for one in told] == [("a", [256, 97]), ("b", [256, 98])]

@@ -192,6 +192,7 @@ async def test_there_and_back_again(server: Server) -> None:
     know(server, "hermes", "think")
     asked = {"messages": HI, "tools": [WEATHER], "max_completion_tokens": 200, "temperature": 0.5, "rid": "r"}
     asked |= {"logprobs": True, "top_logprobs": 1, "tool_choice": "required"}
+    asked |= {"cache_salt": "salt", "extra_key": "key", "priority": 3}
     script = ["<think>\nhm\n</think>\n\n", *CALL]
     server.engine.scripts = [script, script]
     whole = await ask(server, CHAT, asked)
@@ -199,6 +200,7 @@ async def test_there_and_back_again(server: Server) -> None:
     generated = await ask(server, INFERENCE, rendered)
     direct, apart = (run.job for run in server.engine.runs)
     assert apart.sampling == direct.sampling and apart.max_tokens == direct.max_tokens
+    assert (apart.root, apart.priority) == (direct.root, direct.priority)
     assert apart.grammar is not None and direct.grammar is not None
     assert (apart.grammar.kind, apart.grammar.text) == (direct.grammar.kind, direct.grammar.text)
     # The fake's tokens are the first byte of what they say, so the text itself is made of tokens here.

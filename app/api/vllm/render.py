@@ -19,7 +19,8 @@ from app.service import Loaded
 
 ROUTES = Routes()
 
-_APART = frozenset({"model", "stream", "stream_options", "priority", "cache_salt", "extra_key"})
+_APART = frozenset({"model", "stream", "stream_options", "priority", "cache_salt"})
+"""These have places of their own in the answer."""
 _SAMPLING = tuple(
     name
     for name in Generation.__struct_fields__
@@ -47,7 +48,8 @@ async def render_completions(request: web.Request, body: CompletionBody, loaded:
 
 
 async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) -> dict[str, object]:
-    """The prompt and sampling parameters of the job that a body makes."""
+    """What vLLM answers, which `/inference/v1/generate` takes, and the text and the context length beside it.
+    `features` is of images, and `kv_transfer_params` of prompts that are computed elsewhere: None."""
     ids, text, offsets = job.prompt, None, None
     if isinstance(ids, str):
         text = ids
@@ -60,8 +62,14 @@ async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) ->
         "model": loaded.card.name,
         "prompt": text,
         "token_ids": ids.tolist(),
-        "max_model_len": loaded.card.context_length,
+        "features": None,
         "sampling_params": _sampling(job, body),
+        "stream": body.stream is True,
+        "stream_options": body.stream_options if body.stream else None,
+        "cache_salt": body.cache_salt,
+        "priority": job.priority,
+        "kv_transfer_params": None,
+        "max_model_len": loaded.card.context_length,
     }
     return answer | ({"token_offsets": offsets} if body.return_token_offsets else {})
 
