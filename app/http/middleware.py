@@ -50,7 +50,8 @@ ALLOWED_HEADERS = (
     "X-Stainless-OS, X-Stainless-Package-Version, X-Stainless-Poll-Helper, X-Stainless-Read-Timeout, "
     "X-Stainless-Retry-Count, X-Stainless-Runtime, X-Stainless-Runtime-Version, X-Stainless-Timeout, "
     "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access, X-Data-Parallel-Rank, "
-    "X-Llm-D-Slo-Ttft-Ms"
+    "X-Session-Id, X-Llm-D-Inference-Objective, X-Llm-D-Slo-Ttft-Ms, X-Llm-D-Slo-Tpot-Ms, "
+    "X-Prefiller-Host-Port"
 )
 EXPOSED_HEADERS = (
     f"X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry, {HEADER}, "

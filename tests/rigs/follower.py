@@ -23,6 +23,8 @@ class Follower:
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
+        self._present: Counter[Block] = Counter()
+        """API keys may have equal ones."""
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
@@ -30,10 +32,14 @@ class Follower:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def knows(self, tokens: Sequence[int], adapter: str = "") -> bool:
+        """Whether a page that ends these tokens is cached."""
+        return Block(adapter, tuple(tokens)) in self._present
+
     @property
     def prefixes(self) -> Counter[tuple[int, ...]]:
         """Of all pages, adapters aside."""
-        return Counter(each.tokens for each in self)
+        return Counter(each.tokens for each in self._blocks.values())
 
     def stored(self, adapter: str, parent: int | None, hashes: Sequence[int], tokens: Sequence[int]) -> None:
         """Pages below `parent`."""
@@ -43,13 +49,15 @@ class Follower:
         assert not rest
         for page, each in enumerate(hashes, 1):
             assert each not in self._blocks
-            self._blocks[each] = Block(adapter, (*before, *tokens[: page * size]))
+            self._blocks[each] = block = Block(adapter, (*before, *tokens[: page * size]))
+            self._present[block] += 1
 
     def removed(self, hashes: Sequence[int]) -> None:
         """Pages are gone."""
         for each in hashes:
-            del self._blocks[each]
+            self._present -= Counter([self._blocks.pop(each)])
 
     def cleared(self) -> None:
         """All that remain are gone."""
         self._blocks.clear()
+        self._present.clear()
