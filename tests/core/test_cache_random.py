@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from core.cache import CacheManager, Hold
-from core.cache.events import CacheEvents, Removed, Stored
+from core.cache.events import CacheEvents, Cleared, Removed, Stored
 from core.config import Eviction
 from core.stats import CacheStatistics
 from core.types import Ints, RootKey
@@ -317,6 +317,7 @@ class World:
         assert self.cache.flush() == before.cached
         self.forget_evicted(allowed=True)
         assert set(self.cached) == self.protected()
+        assert any(isinstance(each, Cleared) for each in self.events._pending) == (not self.cached)
 
     def step(self) -> None:
         if self.running:
