@@ -150,7 +150,7 @@ class EngineOnly:
         self._scheduler.add([request for _, request in zip(range(count), self._left, strict=False)])
 
     def tick(self) -> None:
-        """One iteration of the step loop. What it raises ends the run: the event loop would only log it."""
+        """One iteration of the step loop. An exception fails the run: the event loop would only log it."""
         try:
             self._step()
         except Exception as error:

@@ -17,9 +17,9 @@ BACKGROUND = -(2**31) - 1
 """Priority of a batch's requests: below any that a client can set."""
 
 KEPT_ROWS = 8
-"""One row in so many stays free, so that a single new request finds a slot."""
+"""One row in this many stays free, so that a new interactive request finds a slot."""
 KEPT_PAGES = 4
-"""Lines start only while more than one page in so many is free or evictable."""
+"""Lines start only while more than one page in this many is free or evictable."""
 STARTING = 8
 """Lines that may be rendered and encoded at once: their length is not known yet."""
 MAX_PASSED_OVER = 2

@@ -13,7 +13,7 @@ from app.batch.lines import LINES_PER_SLICE, PAUSE
 from app.batch.records import Batch, Counts, Usage, UsagePart
 
 SYNC_LINES = 32
-"""Lines between two fsyncs: a power cut can lose so many, which run again."""
+"""Lines between two fsyncs: a power cut loses at most these, and they run again."""
 
 
 class Tally:

@@ -80,8 +80,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     root: RootKey = RootKey()
     owner: str = ""
-    """The tenant who may abort it and ask for its timings, and the caller whose turn it takes: tenants may
-    share a `root`."""
+    """The tenant that may abort the job and read its timings, and the caller to which fair scheduling charges
+    it. Tenants may share a `root`."""
     keep: Keep | None = None
     prompt_param: str = "prompt"
     """The field that an error about the prompt names: `messages` for chat."""
@@ -96,7 +96,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """When its first token has to be there, on the engine's clock; 0: at any time. It is refused if it could
     not be."""
     deadline: float = inf
-    """When it ends with an error, if it has not ended, on the same clock."""
+    """Time on the same clock at which the job fails if it is still unfinished."""
     continues: bool = False
     """Part of an answer under way: taken while draining too."""
 

@@ -87,15 +87,15 @@ class Waiting(msgspec.Struct, frozen=True):
 class Publisher:
     """The sockets of one replica, and the thread that has them.
 
-    Nothing here waits for a subscriber. One that is too slow misses what is beyond `hwm`, sees the gap in the
-    numbers, and may ask for it. A batch beyond `max_queue_size` is dropped for all: it has had its number, so
-    that they see the gap, but cannot be asked for.
+    Nothing here waits for a subscriber. A slow one misses batches beyond `hwm`, sees the gap in the sequence
+    numbers and may request a replay. A batch beyond `max_queue_size` is dropped for all subscribers: its
+    number is used up, so that they see the gap, but it cannot be replayed.
 
     Owner: event loop; the sockets belong to the thread, once it runs.
     """
 
     def __init__(self, config: KvEventsConfig, replica: int = 0) -> None:
-        """Raises `ConfigError` for an address that cannot be had."""
+        """Raises `ConfigError` for an address that cannot be bound."""
         self._config = config
         self._replica = replica
         self._queue: deque[Waiting] = deque()

@@ -123,7 +123,7 @@ class Submitter:
         return run
 
     def _expire(self, key: JobKey, seconds: float) -> Callable[[], None]:
-        """End the job of that key when so many seconds have passed, unless what this returns is called."""
+        """End the job with this key after `seconds`. Returns a function that cancels the timer."""
         if seconds == inf:
             return lambda: None
 

@@ -158,7 +158,7 @@ class Writer:
         self._told = 0
         self.refused = 0
         self.taken = 0
-        """Bytes of bodies that wait no more."""
+        """Bytes of bodies that were taken from the queue."""
 
     def run(self) -> None:
         """Until None comes."""

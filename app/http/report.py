@@ -1,5 +1,5 @@
-"""One report for each request that runs the model, for traces and dumps: what was asked, what came of it, and
-when. Nothing is collected where nobody takes them."""
+"""One report per request that runs the model, for traces and dumps: the request, its outcome and its timings.
+Nothing is collected unless a reporter is configured."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Reporter(Protocol):
         ...
 
     def ended(self, report: Report) -> None:
-        """Nothing more happens to it: it was answered or refused, or its client has gone."""
+        """The request is over: answered, refused, or its client disconnected."""
         ...
 
     async def close(self) -> None:
-        """Write what is queued, for a few seconds at most."""
+        """Flush what is queued, within a few seconds."""
         ...
 
 
@@ -166,7 +166,7 @@ def operation_of(path: str) -> str:
 
 
 def usage_of(request: web.Request) -> Usage:
-    """Collects what a request uses: a report if somebody takes it."""
+    """What collects a request's usage: a `Report` if a reporter is configured."""
     reporters, resource = request.app[REPORTERS], request.match_info.route.resource
     if not reporters or resource is None:
         return Usage()

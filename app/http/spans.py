@@ -38,11 +38,11 @@ class Spans:
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: "loom"}))
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._exporter = ToldExporter(OTLPSpanExporter(endpoint), endpoint)
+        self._exporter = LoggingExporter(OTLPSpanExporter(endpoint), endpoint)
         self._processor = BatchSpanProcessor(self._exporter)
         provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("loom", VERSION)
-        # `ToldExporter` logs one line instead of theirs for every batch and every dropped span.
+        # `LoggingExporter` logs one line instead of theirs for every batch and every dropped span.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -84,7 +84,7 @@ class Spans:
             self._exporter.shutdown()
 
 
-class ToldExporter:
+class LoggingExporter:
     """A `SpanExporter` that exports with another one, and logs one line when that begins to fail and one when
     it works again. Owner: the SDK's thread."""
 

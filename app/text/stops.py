@@ -21,7 +21,7 @@ MAX_PATTERNS = 8
 MAX_PATTERN_CHARS = 1_000
 
 WINDOW = 1_024
-"""Characters that a match of a pattern may span: only so many are kept."""
+"""Longest match of a pattern, in characters: no more of the text is kept."""
 PATTERN_HOLD = 64
 """Characters held back while a request has patterns. A pattern can begin a match anywhere, so this is
 a choice: longer matches still stop the text, but what came before the hold has been given out."""

@@ -46,16 +46,16 @@ class CacheEvents:
     tokens up to the page's end. It is the same in every process, 8 bytes of BLAKE2b, as vLLM's are 8 bytes by
     default: enough for a router's guess, and no key of the tree itself, which compares tokens.
 
-    Prefixes with a `cache_salt` or `extra_key` are not told, nor prompts of embeddings: a router that knows
-    pages by their tokens would send requests without that salt there, where they hit nothing, and a salt is
-    there so that nobody else learns what is cached. Prefixes of an API key are told.
+    Prefixes with a `cache_salt` or `extra_key` are not published, nor prompts of embeddings: a router that
+    matches tokens would send requests without the salt there, which hit nothing, and a salt is meant to hide
+    what is cached. Prefixes of an API key are published.
 
     Owner: event loop. Stored pages cost it about a microsecond each.
     """
 
     def __init__(self, num_pages: int, bigram: bool = False) -> None:
         self._bigram = bigram
-        # By page id. 0: not cached, or not told.
+        # By page id. 0: not cached, or not published.
         self._hashes = np.zeros(num_pages, np.uint64)
         self._pending: list[CacheEvent] = []
         self.on_first: Callable[[], None] = lambda: None
@@ -94,7 +94,7 @@ class CacheEvents:
                 self._add(Removed(hashes.tolist()))
 
     def cleared(self) -> None:
-        """Nothing is cached any more. All removals were told before, for routers that ignore this."""
+        """The cache is empty. All removals were published before, for routers that ignore this event."""
         self._add(Cleared())
 
     def _add(self, event: CacheEvent) -> None:

@@ -1,4 +1,4 @@
-"""Callers, and how much of the device each of them has had."""
+"""Fair scheduling: the tokens that were served to each caller."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Final
 from core.request import Request
 
 OUTPUT_WEIGHT: Final = 2.0
-"""Prompt tokens that a token of output counts for, as in the paper: a row of a decode step takes longer than
-a token of a chunk."""
+"""Weight of an output token, in prompt tokens, as in the paper: a decode row costs more than a token of a
+prefill chunk."""
 SHARED_CHUNK: Final = 1024
 """Prompt tokens of a step while callers share the device. Another's prompt waits for the step in flight, so
 this is the length from which on its first token takes at most twice as long as alone. Chunks of 1,024 tokens
 had 9.9% less throughput than chunks of 8,192 (8B)."""
 HEAD_START: Final = 2.0 * SHARED_CHUNK
-"""Tokens that a caller who comes back is ahead of the others: a prompt of some thousand tokens, computed in
-turns with another, takes twice as long, and a tenth more for shorter steps. This makes up for it."""
+"""Tokens of credit for a caller that returns after a pause. A prompt of a few thousand tokens that alternates
+with another caller's takes twice as long, and 10% more for the shorter chunks; the credit makes up for it."""
 LINGER: Final = 10.0
-"""Seconds for which a caller without requests is still expected back: most read an answer and ask again."""
+"""Seconds for which a caller without requests still counts as active: most read the answer and ask again."""
 
 _caller = attrgetter("caller")
 
@@ -28,10 +28,10 @@ _caller = attrgetter("caller")
 class Callers:
     """Counts the tokens that were served to each caller: an API key, or whoever sends none.
 
-    Virtual token counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A caller
-    whose counter is lower goes first, so that those who always have requests here get equal shares, and what
-    one does not use goes to the others. The counter of who comes back is lifted to the least of those who are
-    here, less `HEAD_START`: nobody saves up turns. When nobody is here everything is forgotten.
+    Virtual token counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. The caller
+    with the lowest counter goes first, so that callers with a constant backlog get equal shares, and what one
+    does not use goes to the others. A returning caller's counter is raised to the lowest active one less
+    `HEAD_START`, so that idle time is not saved up. All counters are reset when no requests are left.
 
     Owner: event loop.
     """
@@ -44,7 +44,7 @@ class Callers:
 
     @property
     def several(self) -> bool:
-        """Whether more than one has requests here."""
+        """Whether more than one caller has requests."""
         return len(self._here) > 1
 
     def share(self, now: float) -> bool:
@@ -56,14 +56,14 @@ class Callers:
         return self._served[caller]
 
     def standing(self, caller: str) -> float:
-        """The same of one who may not be here, for when it comes."""
+        """The counter that a caller without requests would start with."""
         if not self._here or caller in self._here:
             return self._served[caller] if self._here else 0.0
         least = min(map(self._served.__getitem__, self._here))
         return max(self._served.get(caller, 0.0), least - HEAD_START)
 
     def enter(self, caller: str) -> None:
-        """One more request of the caller is here."""
+        """The caller has one more request."""
         standing = self.standing(caller)
         if not self._here:
             self._served = {}
@@ -71,7 +71,7 @@ class Callers:
         self._here[caller] = self._here.get(caller, 0) + 1
 
     def leave(self, caller: str, now: float) -> None:
-        """One of them has ended."""
+        """One of its requests has ended."""
         self._here[caller] -= 1
         if not self._here[caller]:
             if self.several:

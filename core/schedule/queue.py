@@ -26,7 +26,7 @@ class Waiting:
         self._returned: dict[Request, None] = {}
         self.callers = Callers()
         self.lines: dict[str, dict[Request, None]] = {}
-        """The requests of each caller that have not run yet, in order of arrival."""
+        """The waiting requests of each caller that were never scheduled, in order of arrival."""
         self.adapters: dict[str, dict[Request, None]] = {}
         """The requests of each adapter."""
         self._max_requests = max_requests
@@ -59,7 +59,7 @@ class Waiting:
         return sum(request.num_tokens for request in self._returned)
 
     def check_room(self, requests: int, tokens: int) -> None:
-        """Raise `Overloaded` if so many more would exceed a limit. An empty queue takes any one job."""
+        """Raise `Overloaded` if this many more would exceed a limit. An empty queue accepts any one job."""
         waiting = len(self)
         if waiting and waiting + requests > self._max_requests:
             self.refuse("queue_requests", f"The request queue is full ({waiting} waiting).")
@@ -67,7 +67,7 @@ class Waiting:
             self.refuse("queue_tokens", f"The request queue is full ({self.tokens} tokens waiting).")
 
     def refuse(self, reason: str, message: str, seconds: float = 1.0) -> NoReturn:
-        """Count a job that is not taken and raise `Overloaded`: it may come again after so many seconds."""
+        """Count a rejected job and raise `Overloaded`, with the seconds after which to retry."""
         self.refused[reason] += 1
         raise Overloaded(f"{message} Try again later.", seconds)
 

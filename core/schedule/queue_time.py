@@ -10,18 +10,18 @@ from typing import Final, NamedTuple
 from core.schedule.callers import Callers
 
 MEMORY: Final = 3.0
-"""Seconds over which the rate is averaged: more than pages and slots take to become free, less than the load
-takes to change. After as many without a figure the next one replaces what was known."""
+"""Time constant in seconds of the average rate: longer than pages and slots take to become free, shorter than
+changes of the load. A measurement that comes later than this after the last one replaces the average."""
 LATE: Final = 0.02
-"""Share of the last forecasts that may have been too short."""
+"""Fraction of recent forecasts that may have been too short."""
 MARGIN: Final = 1.1
 """What forecasts are multiplied by beyond that: under overload nearly all who are taken are at the limit, and
 come late together when the device is a few percent slower than in the last seconds. A shorter queue serves as
 many."""
 UNPROVEN: Final = 1.5
-"""What they are multiplied by before any has come true."""
+"""Factor on forecasts before the first one could be checked."""
 COMPARED: Final = 256
-"""Last forecasts that are compared with what came."""
+"""Number of recent forecasts that are compared with the measured times."""
 NEAR: Final = 0.5
 """Share of the limit from which on a forecast is compared: to be wrong on short waits refuses nobody, and
 they are longer than their tokens say, by the steps in flight."""
@@ -54,7 +54,7 @@ class QueueTime:
         self._tokens = 0.0
         self._seconds = 0.0
         self._steps = 0.0
-        """Sums over steps, which fade."""
+        """Exponentially decaying sums over steps."""
         self._known_at = 0.0
         self._compared: deque[float] = deque(maxlen=COMPARED)
         self._factor = UNPROVEN
@@ -62,22 +62,22 @@ class QueueTime:
         self._flights: deque[_Planned] = deque()
 
     def forecast(self, tokens: int) -> float:
-        """Seconds until so many more prompt tokens are computed; 0: not known."""
+        """Seconds until `tokens` more prompt tokens are computed; 0 if the rate is not known yet."""
         if not self._tokens:
             return 0.0
         tokens += sum(flight.tokens for flight in self._flights)
         return self._seconds * (1.0 / self._steps + tokens / self._tokens)
 
     def corrected(self, seconds: float) -> float:
-        """A forecast as experience has it."""
+        """A forecast, corrected by the errors of earlier ones."""
         return self._factor * seconds
 
     def planned(self, now: float, tokens: int, more: bool) -> None:
-        """A step was planned with so many prompt tokens. `more`: prompts are left."""
+        """A step was planned with `tokens` prompt tokens. `more`: further prompts wait."""
         self._flights.append(_Planned(now, tokens, more))
 
     def came(self, now: float) -> None:
-        """The result of the oldest step in flight."""
+        """The oldest step in flight has ended."""
         at, tokens, more = self._flights.popleft()
         seconds, self._last = now - max(at, self._last), now
         if more or tokens * self._seconds > seconds * self._tokens:
@@ -88,8 +88,7 @@ class QueueTime:
             self._known_at = now
 
     def learn(self, expected: float, limit: float, took: float) -> None:
-        """The first token took so long, where a forecast was `expected` and `limit` would have been in
-        time."""
+        """A first token took `took` seconds; its forecast was `expected`, and `limit` its target."""
         if expected >= NEAR * limit:
             self._compared.append(took / expected)
             worst = sorted(self._compared)[int(len(self._compared) * (1.0 - LATE))]

@@ -17,7 +17,7 @@ loop hears of two results at once, one of them seems to have taken no time."""
 BETWEEN: Final = 128
 """Drafting steps between two such measurements."""
 RESIZED: Final = 2.0
-"""Times as many rows, or as few: what steps of so many take is learned anew."""
+"""Factor by which the number of rows must grow or shrink for the averages to restart."""
 
 
 class StepTimes:
@@ -111,7 +111,7 @@ class StepTimes:
         self._due = max(self._due, LOOK if self._felt else 0)
 
     def _average(self, drafts: bool, beyond: float) -> None:
-        """Such a step took so many seconds beyond its costs."""
+        """Average in the seconds that a step took beyond its measured costs."""
         weight = self._weights[drafts]
         self._weights[drafts] = max(weight / (1.0 + weight), AVERAGED)
         if drafts:

@@ -94,7 +94,7 @@ class PostNormLayer(Layer):
 
 
 class BothNormLayer(Layer):
-    """Attention and MLP, each between two norms: of what goes in, and of what it made."""
+    """Attention and MLP, each with a norm on its input and another on its output."""
 
     norm_names = ("input_layernorm", "pre_feedforward_layernorm")
 

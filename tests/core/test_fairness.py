@@ -18,8 +18,8 @@ LONG = 12_000
 
 
 def measured(order: SchedulePolicy, tokens: int, output: int, gap: float, at_once: int) -> tuple[float, int]:
-    """The median first token of a client, and the long prompts of another that has so many at once: 0, it
-    is alone."""
+    """The client's median time to first token, and how many long prompts another client completed that keeps
+    `at_once` of them running; 0: there is no other client."""
     simulation = Simulation(order=order)
     long = Client(simulation, "long", LONG, at_once=at_once)
     simulation.run(0.1)

@@ -1,4 +1,4 @@
-"""Where and by when the jobs of a request are to run: fields and headers that every route understands."""
+"""The replica, deadline and first-token target of a request: fields and headers that every route accepts."""
 
 from __future__ import annotations
 
