@@ -56,7 +56,9 @@ class Backlog:
     def deliver(self) -> None:
         """The next slice."""
         confirmed, start = self._entries.popleft()
-        stop = min(start + SLICE, len(confirmed.tokens))
+        requests, stop = confirmed.requests, min(start + SLICE, len(confirmed.tokens))
+        while stop < len(requests) and requests[stop] is requests[stop - 1]:
+            stop += 1  # tokens of one request are delivered together
         self._deliver_tokens(confirmed, start, stop)
         if stop < len(confirmed.tokens):
             self._entries.appendleft((confirmed, stop))
@@ -75,22 +77,30 @@ class Backlog:
             self._end(request, finish)
 
     def _deliver_tokens(self, confirmed: Confirmed, start: int, stop: int) -> None:
-        requests, tokens, ends, logprobs, *_ = confirmed
-        streams = self._streams
-        for at in range(start, stop):
-            request = requests[at]
-            stream = streams.get(request)
+        requests, at = confirmed.requests, start
+        while at < stop:
+            request, first = requests[at], at
+            while at < stop and requests[at] is request:
+                at += 1
+            stream = self._streams.get(request)
             if stream is None:
-                continue  # ended by a stop string after this token was already on its way
+                continue  # ended by a stop string after these tokens were already on their way
             if stream.count == 0:
                 self._recorder.first_token(request)
-            if at in ends:
-                last = tokens[at] if tokens[at] >= 0 else None  # -1: its logits were not finite
-                self._end(request, ends[at], last, logprobs.get(at))
-                continue
-            finish = self._call(request, stream.feed, tokens[at], logprobs.get(at))
-            if finish is not None:
-                self._stop(request, stream, finish)
+            self._deliver_row(request, stream, confirmed, range(first, at))
+
+    def _deliver_row(self, request: Request, stream: Stream, confirmed: Confirmed, row: range) -> None:
+        """Deliver the tokens of one request, at the indices `row`. The last one may end it."""
+        tokens, logprobs, finish = confirmed.tokens, confirmed.logprobs, confirmed.ends.get(row[-1])
+        if fed := row if finish is None else row[:-1]:
+            rows = [logprobs[at] for at in fed] if row[0] in logprobs else None
+            found = self._call(request, stream.feed, tokens[fed.start : fed.stop], rows)
+            if found is not None:
+                self._stop(request, stream, found)
+                return
+        if finish is not None:
+            token = tokens[row[-1]] if tokens[row[-1]] >= 0 else None  # -1: its logits were not finite
+            self._end(request, finish, token, logprobs.get(row[-1]))
 
     def _end(self, request: Request, finish: Finish, *last: object) -> None:
         stream = self._streams[request]

@@ -183,7 +183,7 @@ class BeamRun(LiveRun):
             for at, (token, row) in enumerate(zip(each.tokens, each.rows, strict=True)):
                 if self._stopped is not None or index in self._over:
                     break
-                stream.feed(token, row)
+                stream.feed([token], None if row is None else [row])
                 if at % SLICE == SLICE - 1:
                     await asyncio.sleep(0)
             else:

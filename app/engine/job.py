@@ -88,6 +88,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     suffix: str = ""
     """What follows the text to come, where the prompt is text and the model has marks for it
     (`app/text/infill.py`)."""
+    single_tokens: bool = False
+    """A piece has at most one token, for readers that end the answer at an exact token. Else all tokens of a
+    step are one piece: with drafts there are several."""
     beam: BeamOptions | None = None
     """Beam search instead of sampling; of `sampling` only what is reported applies."""
     replica: int | None = None

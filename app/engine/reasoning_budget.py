@@ -61,6 +61,7 @@ class Watcher:
 
     async def start(self, job: Job, sink: Sink) -> Run:
         """See `Generator.start`."""
+        job = msgspec.structs.replace(job, single_tokens=True)
         run = WatchedRun(job, sink, self)
         run.begin(await self._engine.start(job, run.take))
         return run

@@ -313,7 +313,7 @@ class Submitter:
         if text.stop or text.stop_regex:
             stops = StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
         repetition = None if text.repetition is None else RepetitionScanner(text.repetition)
-        return Stream(index, run.sink, run.last, detokenizer, stops, repetition)
+        return Stream(index, run.sink, run.last, detokenizer, stops, repetition, job.single_tokens)
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()
