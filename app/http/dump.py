@@ -49,7 +49,7 @@ HEADERS = (
 
 
 class Accepted(msgspec.Struct, tag="request", tag_field="event", kw_only=True):
-    """The line of a request that was queued. `body` comes last in the line."""
+    """The dump's line for a request that was queued. `body` must stay its last field."""
 
     key: str
     """Also that of its `Ended` line, and of no other request of any server."""
@@ -63,7 +63,7 @@ class Accepted(msgspec.Struct, tag="request", tag_field="event", kw_only=True):
 
 
 class Ended(msgspec.Struct, tag="end", tag_field="event", omit_defaults=True, kw_only=True):
-    """The line of its end. A request without one was running when the process ended."""
+    """The dump's line for the end of a request. If it is missing, the request ran when the process ended."""
 
     key: str
     status: int
@@ -115,9 +115,13 @@ class Dump:
         self._count += 1
         report.key = f"{self._prefix}-{self._count}"
         request = report.request
-        headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        headers = {name: _text(request.headers[name]) for name in HEADERS if name in request.headers}
         line = Accepted(
-            key=report.key, at=report.created, method=request.method, path=request.path, headers=headers
+            key=report.key,
+            at=report.created,
+            method=request.method,
+            path=request.path,
+            headers=headers,
         )
         self._lines.put((line, report.body))
 
@@ -193,7 +197,7 @@ class Files:
         self._open()
 
     def append(self, line: Iterator[bytes]) -> None:
-        """Write a line that comes in parts. When it raises `OSError`, nothing of it is in the file."""
+        """Append one line, given in parts. When it raises `OSError`, the file is as before."""
         if self._size >= FILE_BYTES:
             self.close()
             self._open()
@@ -236,6 +240,12 @@ def encoded(line: Accepted | Ended, body: bytes) -> Iterator[bytes]:
         text = decoder.decode(body[at : at + SLICE], at + SLICE >= len(body))
         yield msgspec.json.encode(text)[1:-1]
     yield b'"}\n'
+
+
+def _text(sent: str) -> str:
+    """With U+FFFD for bytes that are not UTF-8. aiohttp passes them as surrogates, and encoding these as JSON
+    would raise in the writer's thread and end it."""
+    return sent.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _ms(seconds: float) -> float:

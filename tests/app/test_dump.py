@@ -52,7 +52,7 @@ def lines(folder: Path) -> list[Accepted | Ended]:
 
 
 async def flushed(server: Server, folder: Path) -> list[Accepted | Ended]:
-    """All lines, after the end of the writer: later requests are not in the dump."""
+    """All lines of the dump. Ends the writer, so later requests are not dumped."""
     for reporter in server.app[REPORTERS]:
         await reporter.close()
     return lines(folder)
@@ -86,6 +86,25 @@ async def test_what_is_refused_is_not_there(server: Server, folder: Path, key: d
         async with server.http.post("/v1/completions", json=body, headers=headers) as response:
             assert response.status in (400, 401)
     assert await flushed(server, folder) == []
+
+
+async def test_headers_that_are_not_utf8_do_not_end_the_dump(
+    server: Server, folder: Path, key: dict[str, str]
+) -> None:
+    body = b'{"prompt": [5, 6], "max_tokens": 1}'
+    head = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body)), **key}
+    sent = "".join(f"{name}: {value}\r\n" for name, value in head.items()).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nUser-Agent: a\xffb\r\n" + sent + b"Connection: close\r\n\r\n"
+    )
+    writer.write(body)
+    assert b" 200 " in await reader.readline()
+    await reader.read()
+    writer.close()
+    first, last = await flushed(server, folder)
+    assert isinstance(first, Accepted) and isinstance(last, Ended)
+    assert (first.headers["User-Agent"], last.status) == ("a\ufffdb", 200)
 
 
 async def test_a_client_that_left(server: Server, folder: Path, key: dict[str, str]) -> None:
