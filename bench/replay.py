@@ -61,8 +61,10 @@ class Pair(NamedTuple):
 
 
 class OtherStream(Stream):
-    """Reads the answer of any route into a `Record`: its end, usage and, where it is streamed, the time of
-    its first text. Owner: event loop."""
+    """Records the end, usage and, if streamed, the time to first token of any route's answer.
+
+    Owner: event loop.
+    """
 
     __slots__ = ("_first",)
 
@@ -206,7 +208,7 @@ def _counts(name: str, recorded: int, replayed: int) -> tuple[str, ...]:
 def _times(
     name: str, recorded: Iterable[float | None], replayed: Iterable[float | None]
 ) -> list[tuple[str, ...]]:
-    """Two rows: `recorded` is in milliseconds, `replayed` in seconds."""
+    """Table rows of p50 and p99. `recorded` is in milliseconds, `replayed` in seconds."""
     old = percentiles(ms for ms in recorded if ms is not None)
     new = percentiles(1e3 * seconds for seconds in replayed if seconds is not None)
     return [

@@ -15,25 +15,25 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's fields and defaults, but for the address: vLLM listens on all of them (`tcp://*:5557`)."""
+    """vLLM's fields and defaults, except `endpoint`: vLLM's `tcp://*:5557` listens on all interfaces."""
 
     enable_kv_cache_events: bool | None = None
-    """None: if the publisher is `zmq`, as in SGLang."""
+    """None: enabled if `publisher` is `zmq`, as in SGLang."""
     publisher: Literal["zmq", "null"] | None = None
     """None: `zmq`."""
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Of replica 0; replica n has the port n higher. An address of this machine, or `*` for all, is listened
-    on; another one, or a name, is connected to."""
+    """The PUB socket of replica 0; replica n adds n to the port. An IP address of this machine, or `*`, is
+    bound; any other address or host name is connected to."""
     replay_endpoint: str | None = None
-    """Where batches are asked for again, always listened on; None: nowhere. Ports as those of `endpoint`."""
+    """The ROUTER socket that replays batches, always bound; None: no replay. Ports as for `endpoint`."""
     buffer_steps: Positive = 10_000
-    """Batches that can be asked for again."""
+    """Number of recent batches that can be replayed."""
     hwm: Positive = 100_000
-    """Batches that wait for one subscriber; those beyond are dropped for it."""
+    """Batches queued for one subscriber; further ones are dropped for that subscriber."""
     max_queue_size: Positive = 100_000
-    """Batches that wait to be sent; those beyond are dropped."""
+    """Batches queued before they are sent; further ones are dropped for all."""
     topic: str = ""
-    """Of every message. llm-d's routers take `kv@POD@MODEL`."""
+    """Topic of every message. llm-d's routers expect `kv@POD@MODEL`."""
 
     @property
     def publishes(self) -> bool:

@@ -67,7 +67,7 @@ class Waiting:
             self.refuse("queue_tokens", f"The request queue is full ({self.tokens} tokens waiting).")
 
     def refuse(self, reason: str, message: str, seconds: float = 1.0) -> NoReturn:
-        """Count a rejected job and raise `Overloaded`, with the seconds after which to retry."""
+        """Count a rejected job and raise `Overloaded`; the client may retry after `seconds`."""
         self.refused[reason] += 1
         raise Overloaded(f"{message} Try again later.", seconds)
 

@@ -111,7 +111,7 @@ class StepTimes:
         self._due = max(self._due, LOOK if self._felt else 0)
 
     def _average(self, drafts: bool, beyond: float) -> None:
-        """Average in the seconds that a step took beyond its measured costs."""
+        """Update the average of what steps take beyond their measured costs, in seconds."""
         weight = self._weights[drafts]
         self._weights[drafts] = max(weight / (1.0 + weight), AVERAGED)
         if drafts:

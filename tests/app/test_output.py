@@ -26,7 +26,7 @@ EMPTY = np.zeros(0, np.float32)
 
 
 class Told(NamedTuple):
-    """What a client was told: the pieces' tokens, and all of it put together."""
+    """The pieces that a stream sent: the tokens of each, and their concatenated contents."""
 
     pieces: list[list[int]]
     text: str

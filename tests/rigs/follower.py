@@ -1,4 +1,4 @@
-"""Who follows the events of a prefix cache: knows its pages by their hashes."""
+"""Reconstructs the contents of a prefix cache from its events."""
 
 from __future__ import annotations
 

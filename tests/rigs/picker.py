@@ -1,4 +1,4 @@
-"""A router in front of several servers that goes by their cache events, as llm-d's does."""
+"""A router that picks a server by cache events, as llm-d's does."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ ROUTE = "/v1/completions"
 
 
 class Backend(NamedTuple):
-    """A server and what is known of its cache."""
+    """A server, and the pages that its events say are cached."""
 
     server: Server
     subscriber: Subscriber
 
     def cached(self, tokens: Sequence[int], page_size: int) -> int:
-        """Tokens of a prompt that are cached there."""
+        """Number of tokens of a prompt that are cached on this server."""
         ends = range(page_size, len(tokens) + 1, page_size)
         found = (end for end in reversed(ends) if self.subscriber.follower.knows(tokens[:end]))
         return next(found, 0)
 
 
 class Picker:
-    """Sends each request to where most of its prompt is cached. One that is cached nowhere goes to the server
-    that got such a one longest ago, as with llm-d's `no-hit-lru-scorer`: caches then fill and evict alike."""
+    """Sends a request to the server with its longest cached prefix. A request without a hit goes to the
+    server that got such a request least recently, like llm-d's `no-hit-lru-scorer`: caches fill evenly."""
 
     def __init__(self, backends: Sequence[Backend], page_size: int) -> None:
         self.backends = list(backends)
         self._cold = list(backends)
-        """Longest ago first."""
+        """Servers, least recently given a request without a hit first."""
         self._page_size = page_size
 
     async def post(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
