@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 import socket
 from pathlib import Path
 
@@ -46,7 +48,10 @@ def flags(model: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that is not in use."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port below Linux's ephemeral ports, which begin at 32,768: the kernel could give one of those to
+    a client before the server listens on it."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)  # not `random`: tests seed it alike in all workers
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
