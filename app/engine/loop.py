@@ -28,7 +28,7 @@ from core.types import Finish, FinishReason, Ints, RootKey
 log = logging.getLogger(__name__)
 
 BACKLOG = 4
-"""Results that may wait for delivery before planning pauses. Only a device that is faster than the
+"""Steps that may wait for delivery before planning pauses. Only a device that is faster than the
 loop gets there; without a bound its tokens would pile up in memory."""
 
 PAUSED_TICK = 0.25
@@ -237,11 +237,11 @@ class Engine:
             self._loop.call_soon(self._deliver)
 
     def _deliver_slice(self) -> None:
-        if self._backlog:
-            self._backlog.deliver()
-            if not self._backlog and not self._scheduler.in_flight:
-                self.wake()  # planning may have paused
-            self._deliver_soon()
+        waiting = len(self._backlog)
+        self._backlog.deliver()
+        if len(self._backlog) < BACKLOG <= waiting:
+            self.wake()  # planning has paused
+        self._deliver_soon()
 
     def _stopped(self, request: Request, finish: Finish) -> None:
         """Its stream has ended it."""

@@ -2,7 +2,7 @@
 
     python -m bench.app.http
 
-512 clients in another process, real tokenizer, one event per token. Tokens per second of wall time
+512 clients in another process, real tokenizer. Tokens per second of wall time
 while all streams run, and per second of this process's CPU time: the figure per core, because the
 client uses cores of the same machine. Lag is measured on the event loop every 5 ms.
 """

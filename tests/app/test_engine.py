@@ -132,6 +132,26 @@ async def test_planning_pauses_while_delivery_lags_behind(tokenizer: Tokenizer) 
     assert 0 < longest <= BACKLOG + 1
 
 
+@pytest.mark.parametrize("logprobs", [-1, 0])
+@pytest.mark.parametrize("single", [False, True])
+async def test_steps_that_wait_for_the_loop_are_one_event(
+    tokenizer: Tokenizer, single: bool, logprobs: int
+) -> None:
+    """Of each request, unless its reader needs single tokens. The device here is faster than the loop."""
+    bench = Bench(tokenizer, rows=2 * SLICE)
+    sampling = SamplingParams(temperature=0, logprobs=logprobs)
+    run = await bench.start("a", 40, n=2 * SLICE, sampling=sampling, single_tokens=single)
+    await run.wait()
+    sizes: set[int] = set()
+    for index in range(2 * SLICE):
+        assert bench.tokens(f"a-{index}") == oracle(PROMPT.tolist(), 40, VOCAB)
+        assert bench.reason(f"a-{index}") is FinishReason.LENGTH
+        for piece in bench.pieces[f"a-{index}"]:
+            assert len(piece.logprobs or ()) == (0 if logprobs < 0 else len(piece.tokens))
+            sizes.add(len(piece.tokens))
+    assert (max(sizes) > 2) is not single  # two may be the halves of a character
+
+
 async def test_a_failed_step_ends_every_stream_with_the_reason(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer, fail_at=4, rows=2)
     reasons: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -240,14 +241,14 @@ class RandomEngine:
         """Draw from `jobs` for so many steps, or up to five times as many if memory sent nobody back to the
         queue in these, and let what then runs end. Each request's text must be what
         `expect` has for its job, and its beginning where it is aborted. Returns how many were not."""
-        rng, live, ended = self._rng, list[_Started](), 0
-        for number in range(10**9):
+        rng, live, ended, numbers = self._rng, list[_Started](), 0, itertools.count()
+        while True:
             retracted = self.scheduler.statistics().retractions > 0
             if self.steps >= (steps if retracted else 5 * steps):
                 break
-            if len(live) < 12 and rng.random() < 0.5:
+            while len(live) < 12 and rng.random() < 0.6:
                 job = rng.choice(jobs)
-                live.append(await self._start(msgspec.structs.replace(job, id=f"{job.id} {number}")))
+                live.append(await self._start(msgspec.structs.replace(job, id=f"{job.id} {next(numbers)}")))
             if live and rng.random() < 0.06:
                 rng.choice(live).abort(rng)
             if rng.random() < 0.02:
