@@ -8,7 +8,8 @@ their targets:
     ratio     output tokens per second with HTTP over without                          0.97
 
 Readings are one second apart; the busy share is the device time between two readings over the time between
-the last steps before each. Bias: the clients share the server's cores.
+the last steps before each. Of replicas (`--dp`) `occupied` is that of the least busy one, and each runs up to
+512 requests. Bias: the clients share the server's cores.
 """
 
 from __future__ import annotations
@@ -66,10 +67,11 @@ def occupied(readings: Sequence[Reading], rows: int) -> tuple[float, int]:
 
 
 class Watch:
-    """Reads the server's state every `PERIOD` in a thread, until it is stopped."""
+    """Reads the state of the server's replicas every `PERIOD` in a thread, until it is stopped."""
 
     def __init__(self, url: str) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[list[Reading]] = []
+        """Of each replica."""
         self._url = url + "/server_info"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -83,9 +85,11 @@ class Watch:
     def _run(self) -> None:
         while not self._over.wait(PERIOD):
             with urllib.request.urlopen(self._url, timeout=30) as answer:
-                (state,) = json.load(answer)["internal_states"]
-            running = state["scheduler"]["running"]
-            self.readings.append(Reading(state["last_step_at"], state["device_seconds"], running))
+                states = json.load(answer)["internal_states"]
+            self.readings = self.readings or [[] for _ in states]
+            for readings, state in zip(self.readings, states, strict=True):
+                running = state["scheduler"]["running"]
+                readings.append(Reading(state["last_step_at"], state["device_seconds"], running))
 
 
 def through_http(flags: list[str], work: Workload) -> dict[str, float]:
@@ -109,42 +113,41 @@ def through_http(flags: list[str], work: Workload) -> dict[str, float]:
         if status:
             raise SystemExit(status)
         (result,) = json.loads(output.read_text())
-    rows = max(each.running for each in watch.readings)
-    share, seconds = occupied(watch.readings, rows)
+    rows = [max(each.running for each in readings) for readings in watch.readings]
+    shares = [occupied(readings, most) for readings, most in zip(watch.readings, rows, strict=True)]
     return {
-        "running": rows,
-        "occupied": round(share, 3),
-        "seconds": seconds,
+        "running": sum(rows),
+        "occupied": round(min(share for share, _ in shares), 3),
+        "seconds": min(seconds for _, seconds in shares),
         "out_tok_s": result["out_tok_s"],
     }
 
 
 class EngineOnly:
-    """Runs the requests of a workload through scheduler and executor, without HTTP. Owner: event loop."""
+    """Runs requests through scheduler and executor, without HTTP. Owner: event loop."""
 
-    def __init__(self, executor: Executor, config: Config, work: Workload) -> None:
+    def __init__(self, executor: Executor, config: Config, requests: Iterator[Request]) -> None:
         caps = executor.capabilities
         self._executor = executor
         self._depth = config.schedule.overlap_depth
         cache = CacheManager(caps.num_pages, caps.page_size)
         self._scheduler = Scheduler(caps, cache, config.schedule, monotonic)
-        self._left = self._requests(work)
+        self._left = requests
         self._tokens = 0
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def _requests(self, work: Workload) -> Iterator[Request]:
-        source = Source(work, "model")
-        for index in range(work.requests):
-            ids = np.array(msgspec.json.decode(source.request(index).body)["prompt"], np.int32)
-            yield Request(f"r{index}", ids, SamplingParams(temperature=0.0, max_tokens=work.output_len))
+    async def run(self, count: int) -> int:
+        """Start the executor. The output tokens of all that is taken from the requests, `count` at a time."""
+        loop = asyncio.get_running_loop()
 
-    async def run(self, count: int) -> float:
-        """Output tokens per second with a concurrency of `count`."""
-        begun = time.perf_counter()
+        def wake() -> None:
+            loop.call_soon_threadsafe(self.tick)
+
+        self._executor.start(wake)
         self._add(count)
         self.tick()
         await self._done
-        return self._tokens / (time.perf_counter() - begun)
+        return self._tokens
 
     def _add(self, count: int) -> None:
         self._scheduler.add([request for _, request in zip(range(count), self._left, strict=False)])
@@ -172,19 +175,25 @@ class EngineOnly:
             self._done.set_result(None)
 
 
-async def alone(executor: Executor, config: Config, work: Workload) -> float:
+def requests_of(work: Workload) -> Iterator[Request]:
+    """Those that `through_http` sends."""
+    source = Source(work, "model")
+    for index in range(work.requests):
+        ids = np.array(msgspec.json.decode(source.request(index).body)["prompt"], np.int32)
+        yield Request(f"r{index}", ids, SamplingParams(temperature=0.0, max_tokens=work.output_len))
+
+
+async def alone(executors: Sequence[Executor], config: Config, work: Workload) -> float:
     """Output tokens per second of `work` without HTTP."""
-    runs = EngineOnly(executor, config, work)
-    loop = asyncio.get_running_loop()
-
-    def wake() -> None:
-        loop.call_soon_threadsafe(runs.tick)
-
-    executor.start(wake)
+    requests = requests_of(work)
+    runs = [EngineOnly(executor, config, requests) for executor in executors]
     try:
-        return await runs.run(work.concurrency)
+        begun = time.perf_counter()
+        tokens = await asyncio.gather(*(run.run(work.concurrency // len(runs)) for run in runs))
+        return sum(tokens) / (time.perf_counter() - begun)
     finally:
-        executor.close()
+        for executor in executors:
+            executor.close()
 
 
 def main() -> None:
@@ -210,10 +219,11 @@ def main() -> None:
     )
     found: dict[str, Any] = dict(through_http(flags, work))
     config = parse([*SERVER, *flags])
-    executor = load_executors(config, lambda stage, share: None)[0]
-    found["alone_out_tok_s"] = round(uvloop.run(alone(executor, config, work)), 1)
+    executors = load_executors(config, lambda stage, share: None)
+    found["alone_out_tok_s"] = round(uvloop.run(alone(executors, config, work)), 1)
     found["ratio"] = round(found["out_tok_s"] / found["alone_out_tok_s"], 4)
-    write(args.name, {"device": executor.capabilities.device, "clients": args.clients, **found})
+    about = {"device": executors[0].capabilities.device, "tp": config.parallel.tp, "dp": len(executors)}
+    write(args.name, {**about, "clients": args.clients, **found})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 The step loop (apply, plan, submit) over the real executor, without HTTP and text. "decodeN": N rows decode
 behind prompts of --context tokens; "mixed": a closed loop of prefill and decode; "prefill": the same with
 prompts of four times --context; "shared": with prompts that share a prefix. Each case also runs "loaded":
---per-row microseconds of Python per row and step on the event loop, in slices, to simulate delivery.
+--per-row microseconds of Python per row and step on the event loop, in slices, to simulate delivery. With
+replicas (`--dp`) each runs the case, at once: tokens are of all, steps and their times of the first.
 
 Bias: random token ids; the simulated delivery holds the GIL throughout, real delivery releases it in each
 write.
@@ -19,7 +20,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,15 @@ class Driver:
         self.tokens = 0
         self.failure = ""
 
+    def start(self) -> None:
+        """Start the executor."""
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self.tick)
+
+        self._executor.start(wake)
+
     def begin(self, case: Case, per_row: float) -> None:
         """Add the requests of `case`."""
         self._case, self._per_row = case, per_row
@@ -157,14 +167,17 @@ def room(caps: Capabilities, rows: int) -> int:
 
 
 class CpuTimes:
-    """CPU seconds of the executor's threads and of the calling one."""
+    """CPU seconds of the executors' threads and of the calling one. `launch` is that of one GPU; of several
+    they are `launch-0`, `launch-1` ..., by replica and rank."""
 
     def __init__(self) -> None:
         self._clocks = {"loop": time.CLOCK_THREAD_CPUTIME_ID}
-        for thread in threading.enumerate():
-            if thread.name.startswith("loom-") and thread.ident is not None:
-                kind = thread.name.split("-")[1]
-                self._clocks[kind] = time.pthread_getcpuclockid(thread.ident)
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("loom-")]
+        kinds = [thread.name.split("-")[1] for thread in threads]
+        for at, (kind, thread) in enumerate(zip(kinds, threads, strict=True)):
+            name = kind if kinds.count(kind) == 1 else f"{kind}-{kinds[:at].count(kind)}"
+            assert thread.ident is not None
+            self._clocks[name] = time.pthread_getcpuclockid(thread.ident)
 
     def read(self) -> dict[str, float]:
         return {name: time.clock_gettime(clock) for name, clock in self._clocks.items()}
@@ -186,30 +199,31 @@ def routed(watch: ExpertWatch | None, case: Case) -> dict[str, Any]:
     return {"distinct_experts": round(found, 1), "distinct_if_even": round(even, 1)}
 
 
-async def measure(driver: Driver, case: Case, per_row: float, measurement: Measurement) -> dict[str, Any]:
-    """Start the rows of a case, wait until all run, measure."""
-    driver.begin(case, per_row)
-    late = time.perf_counter() + PATIENCE
-    while driver.scheduler.running < case.rows and not case.output:
-        await asyncio.sleep(0.01)
-        if driver.failure or time.perf_counter() > late:
-            raise RuntimeError(driver.failure or f"{driver.scheduler.running} of {case.rows} rows run")
-    # Some prompts may still be in prefill: wait for as many steps as they can take.
-    settled = len(driver.steps) + WARM_STEPS + case.rows * case.context // driver.budget
-    while len(driver.steps) < settled:
-        await asyncio.sleep(0.01)
-    times, lag = CpuTimes(), Lag()
-    first, tokens, before, begun = len(driver.steps), driver.tokens, times.read(), time.perf_counter()
+async def measure(
+    drivers: Sequence[Driver], case: Case, per_row: float, measurement: Measurement
+) -> dict[str, Any]:
+    """Start the rows of a case in each replica, wait until all run, measure."""
+    for driver in drivers:
+        driver.begin(case, per_row)
+    for driver in drivers:
+        await settle(driver, case)
+    driver, times, lag = drivers[0], CpuTimes(), Lag()
+    first, tokens = len(driver.steps), sum(each.tokens for each in drivers)
+    before, begun = times.read(), time.perf_counter()
     await asyncio.sleep(measurement.seconds)
-    wall, after, made = time.perf_counter() - begun, times.read(), driver.tokens - tokens
+    wall, after = time.perf_counter() - begun, times.read()
+    made = sum(each.tokens for each in drivers) - tokens
     steps, lags = driver.steps[first:], lag.stop()
     more = routed(measurement.watch, case)
     if measurement.window and not per_row:
         more |= await trace(driver, measurement.window)
-    driver.end()
-    while not driver.scheduler.idle:
+    for each in drivers:
+        each.end()
+    while not all(each.scheduler.idle for each in drivers):
         await asyncio.sleep(0.01)
     count = len(steps)
+    host = {name: 1e6 * (after[name] - before[name]) / count for name in after}
+    host["loop"] /= len(drivers)  # one loop has the steps of all
     return more | {
         "case": case.name,
         "rows": case.rows,
@@ -221,9 +235,22 @@ async def measure(driver: Driver, case: Case, per_row: float, measurement: Measu
         "gpu_ms_p50": round(1e3 * statistics.median(spent for _, spent in steps), 3),
         "occupancy": round(sum(spent for _, spent in steps) / wall, 4),
         "windows_occupied": _windows(steps, begun, wall),
-        "host_us_per_step": {name: round(1e6 * (after[name] - before[name]) / count, 1) for name in after},
+        "host_us_per_step": {name: round(spent, 1) for name, spent in host.items()},
         "loop_lag_p99_ms": round(1e3 * lags[int(len(lags) * 0.99)], 2) if lags else None,
     }
+
+
+async def settle(driver: Driver, case: Case) -> None:
+    """Wait until all rows of the case decode."""
+    late = time.perf_counter() + PATIENCE
+    while driver.scheduler.running < case.rows and not case.output:
+        await asyncio.sleep(0.01)
+        if driver.failure or time.perf_counter() > late:
+            raise RuntimeError(driver.failure or f"{driver.scheduler.running} of {case.rows} rows run")
+    # Some prompts may still be in prefill: wait for as many steps as they can take.
+    settled = len(driver.steps) + WARM_STEPS + case.rows * case.context // driver.budget
+    while len(driver.steps) < settled:
+        await asyncio.sleep(0.01)
 
 
 def _windows(steps: list[tuple[float, float]], begun: float, wall: float) -> float:
@@ -237,17 +264,13 @@ def _windows(steps: list[tuple[float, float]], begun: float, wall: float) -> flo
 
 
 async def run(
-    executor: Executor, config: Config, args: argparse.Namespace, measurement: Measurement
+    executors: Sequence[Executor], config: Config, args: argparse.Namespace, measurement: Measurement
 ) -> AsyncIterator[dict[str, Any]]:
     """All cases, each with an idle and a loaded event loop."""
-    driver = Driver(executor, config)
-    loop = asyncio.get_running_loop()
-
-    def wake() -> None:
-        loop.call_soon_threadsafe(driver.tick)
-
-    executor.start(wake)
-    caps = executor.capabilities
+    drivers = [Driver(executor, config) for executor in executors]
+    for driver in drivers:
+        driver.start()
+    caps = executors[0].capabilities
     rows = [n for n in args.rows if n <= caps.max_rows]
     cases = [Case(f"decode{n}", n, min(args.context, room(caps, n) // 2)) for n in rows]
     cases.append(Case("mixed", rows[-1] // 2 or 1, args.context, args.output))
@@ -257,9 +280,10 @@ async def run(
     try:
         for case in cases:
             for load in (0.0, args.per_row / 1e6):
-                yield await measure(driver, case, load, measurement)
+                yield await measure(drivers, case, load, measurement)
     finally:
-        executor.close()
+        for executor in executors:
+            executor.close()
 
 
 async def report(cases: AsyncIterator[dict[str, Any]], name: str, about: dict[str, Any]) -> None:
@@ -307,12 +331,16 @@ def main() -> None:
     source = Path(config.model.model)
     begun = time.perf_counter()
     watch = ExpertWatch(spec_of(source), max(args.rows), torch.device("cuda")) if args.experts else None
-    executor = load_executors(config, lambda stage, share: None)[0]
+    executors = load_executors(config, lambda stage, share: None)
     start = time.perf_counter() - begun
-    about = {"device": executor.capabilities.device, "build_s": round(start, 2)}
-    uvloop.run(
-        report(run(executor, config, args, Measurement(args.seconds, args.trace, watch)), args.name, about)
-    )
+    about = {
+        "device": executors[0].capabilities.device,
+        "tp": config.parallel.tp,
+        "dp": len(executors),
+        "build_s": round(start, 2),
+    }
+    cases = run(executors, config, args, Measurement(args.seconds, args.trace, watch))
+    uvloop.run(report(cases, args.name, about))
 
 
 if __name__ == "__main__":

@@ -142,11 +142,11 @@ def _lock_twice(original: Any) -> Any:
     return lock
 
 
-def _change_token(original: Any) -> Any:
+def _lose_token(original: Any) -> Any:
     def move(request: Request, state: State) -> None:
         original(request, state)
         if state is State.RETRACTED and request.output:
-            request.output[-1] = 65
+            del request.output[-1]
 
     return move
 
@@ -248,7 +248,7 @@ FAULTS: dict[str, Fault] = {
     "aborts are lost": wrapped(Engine, "abort", _ignore_call),
     "a token is skipped": wrapped(Stream, "feed", _skip_token),
     "a lock leaks": wrapped(RadixTree, "lock", _lock_twice),
-    "preemption changes a token": wrapped(Request, "move", _change_token),
+    "preemption loses a token": wrapped(Request, "move", _lose_token),
     "the queue is unbounded": wrapped(Waiting, "check_room", _ignore_call),
     "the drain does not wait": wrapped(Server, "_drain", _skip_drain),
     "step failures are lost": wrapped(LocalExecutor, "results", _drop_failures),

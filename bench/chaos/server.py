@@ -27,7 +27,7 @@ POLL_INTERVAL = 0.1
 
 
 class Server:
-    """One `bench.chaos.child` process, in which servers start and end one after another."""
+    """A `bench.chaos.child`, in which servers start and end one after another."""
 
     def __init__(self, model: str) -> None:
         self.port = 0
@@ -38,6 +38,8 @@ class Server:
         self._temporary = tempfile.TemporaryDirectory(prefix="loom-chaos-")
         self._directory = Path(self._temporary.name)
         self._process: asyncio.subprocess.Process | None = None
+        self._pid = 0
+        """Of the server."""
         self._reader: asyncio.Task[None] | None = None
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -46,14 +48,15 @@ class Server:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self, setting: Setting) -> None:
-        """Serve with these settings, in the existing process or a new one; returns when ready."""
-        if self._process is None or self._process.returncode is not None:
+        """Serve with these settings; returns when ready."""
+        if self._process is None:
             await self._spawn()
         self.starts += 1
         self.setting, self.port = setting, free_port()
         self._ended = asyncio.get_running_loop().create_future()
         device = self._model if self._model and setting.device == "tiny" else setting.device
-        self._send({"method": "start", "device": device, "flags": self._flags(setting)})
+        started = await self.call("start", device=device, flags=self._flags(setting))
+        self._pid = started["pid"]
         async with asyncio.timeout(TIMEOUT):
             while await self.health() != 200:
                 if self._ended.done():
@@ -111,9 +114,8 @@ class Server:
         return self._ended is not None and not self._ended.done()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
-        assert self._process is not None
-        self._process.send_signal(number)
+        """Send a signal to the server's process."""
+        os.kill(self._pid, number)
 
     async def ended(self) -> int:
         """The exit code, once it has ended."""
@@ -133,14 +135,15 @@ class Server:
                 await self.kill()
 
     async def kill(self) -> None:
-        """Kill the process; the next start creates another."""
+        """Kill the server's process; the next start has another."""
         self.signal(signal.SIGKILL)
         await self.ended()
 
     async def close(self) -> None:
-        """End the process."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        """End the processes: the server's, which has no more to read, and the one that it is a fork of."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             await self._process.wait()
         if self._reader is not None:
             await self._reader

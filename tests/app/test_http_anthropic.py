@@ -27,11 +27,6 @@ from tests.rigs.engine import CONTEXT
 from tests.rigs.server import Server, Start, know
 from tests.rigs.wait import until
 
-try:
-    import anthropic
-except ImportError:  # those tests that need it are skipped
-    anthropic = None
-
 URL = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {}}}
@@ -46,8 +41,13 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def client(server: Server) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    pytest.importorskip("anthropic", reason="the anthropic client is not installed")
+def anthropic() -> Any:
+    """The client's package. Importing it takes a second: where no test needs it nobody does."""
+    return pytest.importorskip("anthropic", reason="the anthropic client is not installed")
+
+
+@pytest.fixture
+async def client(anthropic: Any, server: Server) -> AsyncIterator[Any]:
     async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -123,7 +123,7 @@ async def test_the_stream_byte_by_byte(server: Server) -> None:
     assert text == "".join(frames)
 
 
-async def test_a_message(client: anthropic.AsyncAnthropic, server: Server) -> None:
+async def test_a_message(client: Any, server: Server) -> None:
     answer = await client.messages.create(**body(system="Be brief.", max_tokens=5))
     assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": SAID}]
     assert (answer.role, answer.type, answer.model) == ("assistant", "message", "org/tiny")
@@ -131,7 +131,7 @@ async def test_a_message(client: anthropic.AsyncAnthropic, server: Server) -> No
     assert prompt(server) == "system: Be brief.\nuser: hi\nassistant: "
 
 
-async def test_no_token_at_all_fills_the_cache(client: anthropic.AsyncAnthropic, server: Server) -> None:
+async def test_no_token_at_all_fills_the_cache(client: Any, server: Server) -> None:
     """Anthropic refused 0 until it gave it this meaning, and so did this server."""
     asked = body(max_tokens=0, cache_control={"type": "ephemeral"})
     answer = await client.messages.create(**asked)
@@ -144,7 +144,7 @@ async def test_no_token_at_all_fills_the_cache(client: anthropic.AsyncAnthropic,
     assert told[1]["delta"]["stop_reason"] == "max_tokens"
 
 
-async def test_how_it_ends(client: anthropic.AsyncAnthropic, server: Server) -> None:
+async def test_how_it_ends(client: Any, server: Server) -> None:
     answer = await client.messages.create(**body(stop_sequences=["X"]))
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "X")
     server.engine.scripts = [["Hi"]]
@@ -155,7 +155,7 @@ async def test_how_it_ends(client: anthropic.AsyncAnthropic, server: Server) -> 
     assert {name: getattr(params, name) for name in sampling} == sampling
 
 
-async def test_thinking_and_tools(client: anthropic.AsyncAnthropic, server: Server) -> None:
+async def test_thinking_and_tools(client: Any, server: Server) -> None:
     know(server, "hermes", "think")
     server.engine.scripts = [SCRIPT, SCRIPT]
     asked = body(tools=[TOOL], thinking={"type": "adaptive"})
@@ -172,12 +172,12 @@ async def test_thinking_and_tools(client: anthropic.AsyncAnthropic, server: Serv
     assert {"text", "thinking", "input_json", "message_stop"} <= set(kinds)
 
 
-async def test_the_text_stream(client: anthropic.AsyncAnthropic) -> None:
+async def test_the_text_stream(client: Any) -> None:
     async with client.messages.stream(**body(max_tokens=5)) as stream:
         assert [text async for text in stream.text_stream] == ["Hel", "lo", " wörld", " 😀", "!"]
 
 
-async def test_tools_go_round(client: anthropic.AsyncAnthropic, server: Server) -> None:
+async def test_tools_go_round(client: Any, server: Server) -> None:
     know(server)
     server.engine.scripts = [CALL, ["2"]]
     first = await client.messages.create(**body(tools=[TOOL]))
@@ -250,7 +250,7 @@ async def test_a_format_constrains(server: Server) -> None:
         assert status == 200 and (grammar.kind, json.loads(grammar.text)) == ("json_schema", SCHEMA)
 
 
-async def test_cache_use_is_told(client: anthropic.AsyncAnthropic, server: Server) -> None:
+async def test_cache_use_is_told(client: Any, server: Server) -> None:
     server.engine.cached = 10
     marked = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
     messages = [{"role": "user", "content": marked}]
@@ -265,7 +265,7 @@ async def test_cache_use_is_told(client: anthropic.AsyncAnthropic, server: Serve
     assert (started[0].input_tokens, started[0].cache_read_input_tokens) == (total - 10, 10)
 
 
-async def test_counting(client: anthropic.AsyncAnthropic, server: Server) -> None:
+async def test_counting(client: Any, server: Server) -> None:
     asked = {"model": "org/tiny", "messages": HI, "system": "Be brief.", "tools": [TOOL]}
     counted = await client.messages.count_tokens(**asked)
     assert not server.engine.runs
@@ -426,7 +426,7 @@ async def test_an_empty_answer_has_a_block(server: Server) -> None:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-async def test_errors(client: anthropic.AsyncAnthropic, server: Server, start: Start) -> None:
+async def test_errors(client: Any, anthropic: Any, server: Server, start: Start) -> None:
     async def fails(kind: type[Exception], word: str, **fields: Any) -> None:
         for streamed in (False, True):
             with pytest.raises(kind) as raised:
@@ -474,7 +474,7 @@ async def test_every_error_on_these_paths_has_the_shape(server: Server) -> None:
         assert "type" not in await response.json()
 
 
-async def test_a_failure_mid_stream(client: anthropic.AsyncAnthropic, server: Server) -> None:
+async def test_a_failure_mid_stream(client: Any, anthropic: Any, server: Server) -> None:
     server.engine.fail_at = 2
     told = events(await stream(server))
     assert told[-1]["error"] == {"type": "api_error", "message": "The device was lost."}

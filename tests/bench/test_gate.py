@@ -34,13 +34,14 @@ def test_the_gate_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "PERIOD", 0.05)
     flags = ["--device", "cpu", "--load-format", "dummy", "--max-running", "4"]
     monkeypatch.setattr(gate, "SERVER", flags)
-    sizes = ["--clients", "6", "--requests", "24", "--input-len", "8", "--output-len", "32"]
+    sizes = ["--clients", "12", "--requests", "24", "--input-len", "8", "--output-len", "32"]
     model = dummy_model(tmp_path / "model")
-    arguments = ["--model", str(model), *sizes, "--vocab-high", "299", "--kv-tokens", "4096"]
+    pool = ["--vocab-high", "299", "--kv-tokens", "4096", "--dp", "2"]
+    arguments = ["--model", str(model), *sizes, *pool]
     monkeypatch.setattr("sys.argv", ["gate", *arguments])
     gate.main()
     found = json.loads((tmp_path / "gate.json").read_text())
-    assert found["running"] == 4 and found["seconds"] > 0
+    assert found["running"] == 2 * 4 and found["seconds"] > 0
     assert found["ratio"] == pytest.approx(found["out_tok_s"] / found["alone_out_tok_s"], abs=1e-3)
 
 

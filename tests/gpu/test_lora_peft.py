@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import peft
 import pytest
 
 from core.adapters import LINEAR
@@ -22,6 +21,8 @@ TOKENS = 10
 def test_text_is_that_of_merged_weights(variant: str, tmp_path: Path) -> None:
     """Transformers 5 holds experts in two parameters: PEFT turns their targets into `target_parameters`, with
     twice the rank for gate and up."""
+    import peft  # here: it takes four seconds, of every worker that collects this file
+
     tiny = tiny_model.build(variant, tmp_path / "model")
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=list(LINEAR), init_lora_weights=False, task_type="CAUSAL_LM"

@@ -67,7 +67,7 @@ TABLE: tuple[Row, ...] = (
         "pool",
         "a KV pool of 5% of the demand: all requests finish, with the same texts as with a large pool",
         pool,
-        "preemption changes a token",
+        "preemption loses a token",
         TINY,
     ),
     Row(
