@@ -18,7 +18,7 @@ from tests.rigs.scheduler import VOCAB, Harness, prompts
 POLICIES: tuple[SchedulePolicy, ...] = ("fair", "fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
 
-SEEDS = int(os.environ.get("LOOM_RANDOM_SEEDS", "28"))
+SEEDS = int(os.environ.get("LOOM_RANDOM_SEEDS", "16"))
 
 COSTS = StepCosts(CostTable((1, 8, 64), (4.0, 4.4, 6.0)), CostTable((1, 8), (0.5, 0.6)))
 """With these, drafts pay in some steps."""
