@@ -15,7 +15,7 @@ from app.api.admin.admin import health
 from app.api.request.routing import Facts, Route, Routes, Schema, runs
 from app.http.errors import ERRORS
 from app.http.keys import SERVE
-from app.http.middleware import OPEN_PATHS, error_class
+from app.http.middleware import error_class, is_open
 from app.http.server import root_path
 from app.process import VERSION
 
@@ -134,7 +134,7 @@ def _operation(path: str, route: Route) -> Schema:
     elif "form" in facts:
         form = {"multipart/form-data": {"schema": facts["form"]}}
         operation["requestBody"] = {"required": True, "content": form}
-    if path in OPEN_PATHS:
+    if is_open(path):
         operation["security"] = []
     return operation
 
@@ -170,7 +170,7 @@ def _responses(path: str, route: Route) -> dict[str, Schema]:
 def _statuses(path: str, facts: Facts) -> set[int]:
     """Of errors."""
     statuses = {*ALWAYS, *facts.get("errors", ())}
-    if path not in OPEN_PATHS:
+    if not is_open(path):
         statuses.add(401)
     if "body" in facts or "form" in facts:
         statuses.update(WITH_BODY)
@@ -188,14 +188,16 @@ def _answer(description: str, content: Schema) -> Schema:
 
 
 def _contents(facts: Facts) -> Schema:
-    if "media" in facts:
-        return {facts["media"]: {"schema": {"type": "string"}}}
+    text: Schema = {facts["media"]: {"schema": {"type": "string"}}} if "media" in facts else {}
+    if text and "has" not in facts:
+        return text
     kinds: list[Schema] = [{"type": "string"}] if facts.get("string") else []
     if "has" in facts:
         kinds.append({"type": "object", "required": facts["has"].split()})
     if facts.get("lists"):
         kinds.append({"type": "array", "items": dict(kinds[0]) if kinds else {"type": "object"}})
-    contents: Schema = {"application/json": {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}}
+    json: Schema = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
+    contents: Schema = {"application/json": json, **text}
     if facts.get("streams"):
         contents["text/event-stream"] = {"schema": _EVENT}
     if facts.get("lines"):

@@ -15,6 +15,7 @@ from app.api.cohere import routes as cohere
 from app.api.ollama import routes as ollama
 from app.api.openai import batches, chat, completions, files, invoke, models, tokens
 from app.api.openai.files import BATCHES
+from app.api.page import routes as page
 from app.api.pooling import classify, embeddings, rerank, score
 from app.api.request.routing import Route, runs
 from app.api.responses import routes as responses
@@ -43,6 +44,7 @@ TABLE: tuple[Route, ...] = (
     *tokens.ROUTES,
     *models.ROUTES,
     *admin.ROUTES,
+    *page.ROUTES,
     *openapi.ROUTES,
     *invoke.ROUTES,
     *control.ROUTES,

@@ -26,8 +26,11 @@ from core.errors import LoomError
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
-"""The only routes without authentication, for probes, scrapers and clients that look for a server. For any
-other path the key is checked before routing, so that no new route is open by accident."""
+"""The only routes without authentication, for probes, scrapers, browsers and clients that look for a server.
+For any other path the key is checked before routing, so that no new route is open by accident."""
+
+OPEN_FOLDER = "/page/"
+"""Files of the page at `/`: they are open too, since the page asks for the key itself."""
 
 QUIET_PATHS = OPEN_PATHS
 """Polled several times a second by probes: logged at debug level."""
@@ -71,10 +74,15 @@ def sent_key(request: web.Request) -> str:
     return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
 
 
+def is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
 def _permit(request: web.Request) -> Permit:
     """For the account of a request. Raises `HttpError` 401 for a wrong key."""
     found = request.app[KEYS].find(sent_key(request))
-    if found is None and request.path in OPEN_PATHS:
+    if found is None and is_open(request.path):
         found = NOBODY.account
     if found is None:
         raise HttpError(

@@ -228,6 +228,7 @@ def visit(told: dict[str, Any], url: str, session: Any) -> list[str]:
         "/v1/responses": response,
         "/v1/models": CARD.name,
         "/debug": "known",
+        "/page": "page.js",
     }
     bodies = {"/v1/batches": asked, "/update_weights_from_disk": {"model_path": "m"}}
     last = "DELETE /v1/responses/{id}"

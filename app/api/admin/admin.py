@@ -33,12 +33,6 @@ HEALTH_SECONDS = 20.0
 """Timeout of the one token of `/health_generate`. SGLang's figure."""
 
 
-@ROUTES.add("GET /", "HEAD /", has="name health openapi")
-async def root(request: web.Request) -> object:
-    """The server's name and where it describes itself: Claude Code and Ollama clients look here first."""
-    return {"name": "loom", "health": "/health", "openapi": "/openapi.json"}
-
-
 @ROUTES.add("GET /health", "HEAD /health", "GET /ping", has="status")
 async def health(request: web.Request) -> object:
     """The state of the server. It does not ask the engine, so that it answers at any load."""

@@ -51,7 +51,7 @@ class Facts(TypedDict, total=False):
     string: bool
     """The answer is a JSON string."""
     media: str
-    """Content type of the answer, if it is not JSON."""
+    """Content type of the answer, if it is not JSON; with `has`: the one for clients that ask for it."""
     streams: bool
     """Events instead, when `stream` asks for them."""
     lines: bool
