@@ -1,0 +1,147 @@
+"""What one API key's long prompts cost another key: `python -m bench.fairness --model DIR [flags]`.
+
+One client sends prompts of --input-len tokens and gets answers of --output-len, one at a time with --gap
+seconds between them. Its median time to the first token is measured alone, then beside a client with another
+key that keeps --at-once prompts of --long tokens running, then alone again:
+
+    times      median first token beside the long prompts over that alone    limit 2.0
+
+Starts a server with random weights and a file with two keys. Bias: the client shares the server's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvloop
+
+from bench.load.client import Client, Target
+from bench.load.prompts import Source
+from bench.load.records import Record
+from bench.load.workloads import Workload
+from bench.results import write
+from bench.table import SERVER, Server
+
+LIMIT = 2.0
+KEYS = ("long-prompts-key", "short-prompts-key")
+
+
+def write_keys(path: Path) -> None:
+    """The file of `--api-keys-file`; only its owner may read it."""
+    path.touch(0o600)
+    path.write_text("".join(f'[keys.key{at}]\nkey = "{key}"\n' for at, key in enumerate(KEYS)))
+
+
+class Caller:
+    """Sends the prompts of a workload, each once. Owner: event loop."""
+
+    def __init__(self, url: str, key: str, model: str, work: Workload) -> None:
+        self._client = Client(Target.of(url, key), "completions")
+        self._source = Source(work, model)
+        self._sent = 0
+        self.first_tokens: list[float] = []
+        """Seconds."""
+
+    async def send(self) -> None:
+        """One request. Raises `RuntimeError` if it fails."""
+        self._sent += 1
+        record: Record
+        record, _ = await self._client.send(self._source.request(self._sent))
+        if record.bad is not None or record.ttft is None:
+            raise RuntimeError(f"a request failed: {record.bad} {record.detail}")
+        self.first_tokens.append(record.ttft)
+
+    async def keep(self, at_once: int) -> None:
+        """Keep so many running until it is cancelled."""
+
+        async def again() -> None:
+            while True:
+                await self.send()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(again())
+
+    async def median_first_token(self, requests: int, gap: float) -> float:
+        """Of so many requests, one after the other with a pause behind each."""
+        self.first_tokens.clear()
+        for _ in range(requests):
+            await self.send()
+            await asyncio.sleep(gap)
+        return median(self.first_tokens)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run."""
+    high = {"vocab_low": min(1_000, args.vocab_high // 2), "vocab_high": args.vocab_high}
+    long = Workload(name="long", input_len=args.long, output_len=args.output_len, **high)
+    short = Workload(name="short", input_len=args.input_len, output_len=args.output_len, **high)
+    other, client = (Caller(url, key, model, work) for key, work in zip(KEYS, (long, short), strict=True))
+    try:
+        before = await client.median_first_token(args.requests, args.gap)
+        traffic = asyncio.create_task(other.keep(args.at_once))
+        await asyncio.sleep(args.settle)
+        beside = await client.median_first_token(args.requests, args.gap)
+        served = len(other.first_tokens)
+        if traffic.done():
+            traffic.result()  # it only ends by failing
+        traffic.cancel()
+        await asyncio.gather(traffic, return_exceptions=True)
+        await asyncio.sleep(args.settle)
+        after = await client.median_first_token(args.requests, args.gap)
+    finally:
+        other.close()
+        client.close()
+    alone = (before + after) / 2
+    return {
+        "alone_ms": [round(1e3 * each, 1) for each in (before, after)],
+        "beside_ms": round(1e3 * beside, 1),
+        "times": round(beside / alone, 2),
+        "long_prompts": served,
+        "holds": beside <= LIMIT * alone,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and write bench/results/NAME.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default="fairness", help="of the file under bench/results")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8], help="long prompts, in turn")
+    parser.add_argument("--long", type=int, default=12_000)
+    parser.add_argument("--input-len", type=int, default=1_000)
+    parser.add_argument("--output-len", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=30)
+    parser.add_argument("--gap", type=float, default=0.35)
+    parser.add_argument("--settle", type=float, default=2.0, help="seconds before and after the long prompts")
+    parser.add_argument("--vocab-high", type=int, default=90_000)
+    args, flags = parser.parse_known_args(argv)
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_keys(keys := Path(folder) / "keys.toml")
+        served = [*SERVER, *flags, "--served-model-name", "served", "--api-keys-file", str(keys)]
+        server = Server(served, Path(folder) / "log")
+        try:
+            server.wait_ready(300)
+            for at_once in args.at_once:
+                each = argparse.Namespace(**{**vars(args), "at_once": at_once})
+                runs.append({"at_once": at_once} | uvloop.run(measure(server.url, "served", each)))
+        finally:
+            server.stop()
+    sizes = {name: getattr(args, name) for name in ("long", "input_len", "output_len", "requests", "gap")}
+    write(args.name, {**sizes, "server_flags": flags, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
