@@ -83,10 +83,18 @@ class Caller:
 
 async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run."""
-    high = {"vocab_low": min(1_000, args.vocab_high // 2), "vocab_high": args.vocab_high}
-    long = Workload(name="long", input_len=args.long, output_len=args.output_len, **high)
-    short = Workload(name="short", input_len=args.input_len, output_len=args.output_len, **high)
-    other, client = (Caller(url, key, model, work) for key, work in zip(KEYS, (long, short), strict=True))
+    sizes = {"long": args.long, "short": args.input_len}
+    long, short = (
+        Workload(
+            name=f"{name}-{args.at_once}",  # another run's prompts would be cached
+            input_len=length,
+            output_len=args.output_len,
+            vocab_low=min(1_000, args.vocab_high // 2),
+            vocab_high=args.vocab_high,
+        )
+        for name, length in sizes.items()
+    )
+    other, client = Caller(url, KEYS[0], model, long), Caller(url, KEYS[1], model, short)
     try:
         before = await client.median_first_token(args.requests, args.gap)
         traffic = asyncio.create_task(other.keep(args.at_once))
