@@ -39,10 +39,10 @@ from core.env import cache_dir, read_object
 from core.errors import ConfigError
 from core.executor import Capabilities, Executor
 from core.kv_events import kv_events
-from core.models import ModelSpec, algorithm_of, read_spec
+from core.models import ModelSpec, algorithm_of
 from core.schedule.scheduler import Scheduler
 from core.speculation import resolve_algorithm
-from gpu.build import Beside, Drafting, build_executor, foresee, pooling_of
+from gpu.build import Beside, Drafting, build_executor, check_config, foresee, model_spec, pooling_of
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler, Refused
 from gpu.nodes.follow import Follower
@@ -208,6 +208,12 @@ def follow(config: Config, progress: Progress) -> Follower:
     return Follower(executor, nodes.channels[0])
 
 
+def find(model: ModelConfig, say: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint that a start would serve, fetched. Raises `ConfigError`, before its weights are fetched
+    if nothing here runs it."""
+    return resolve(model, say, check_config)
+
+
 def _model_and_beside(config: Config, progress: Progress) -> tuple[ModelSpec, Path, Beside]:
     checkpoint, spec = _checkpoint(config, progress)
     limits = _limits(config, _adapters_at_start(config, progress))
@@ -215,8 +221,8 @@ def _model_and_beside(config: Config, progress: Progress) -> tuple[ModelSpec, Pa
 
 
 def _checkpoint(config: Config, progress: Progress) -> tuple[Checkpoint, ModelSpec]:
-    checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
-    return checkpoint, read_spec(checkpoint.config, pooling_of(checkpoint.path))
+    checkpoint = find(config.model, lambda text: progress(text, 0.0))
+    return checkpoint, model_spec(checkpoint.config, pooling_of(checkpoint.path))
 
 
 def _limits(config: Config, adapters: list[AdapterInfo]) -> AdapterLimits | None:
@@ -325,6 +331,7 @@ def _card(
         format="gguf" if checkpoint.path.suffix == ".gguf" else "safetensors",
         size=checkpoint.size,
         sampling=msgspec.structs.replace(checkpoint.sampling, logprobs_mode=config.logprobs_mode),
+        implementation=spec.implementation,
         hidden_size=spec.hidden,
         routed=(0, 0) if spec.moe is None else (spec.layers, spec.moe.per_token),
         task=spec.task,

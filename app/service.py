@@ -16,7 +16,7 @@ from core.adapters import AdapterInfo
 from core.config import ServeConfig
 from core.errors import Overloaded, RequestError, Unavailable
 from core.helper import Helper
-from core.models import PoolingSpec, Task
+from core.models import Implementation, PoolingSpec, Task
 from core.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = ""
     """Of the KV pool."""
     device: str = "cpu"
+    implementation: Implementation = "native"
+    """Whose layers run."""
     format: str = "safetensors"
     """Of the weight files; or `gguf`."""
     size: int = 0

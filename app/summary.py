@@ -14,9 +14,10 @@ from core.config import ServeConfig
 def summary(address: Address, serve: ServeConfig, loaded: Loaded, memory: tuple[str, ...]) -> list[str]:
     """Lines for the log. `memory` says what each device holds, one phrase a part."""
     card = loaded.card
+    through = ", through transformers" if card.implementation == "transformers" else ""
     return [
         f"Loom serves {card.name} at {address}",
-        f"  model    {card.architecture} in {card.dtype} on {card.device}",
+        f"  model    {card.architecture} in {card.dtype} on {card.device}{through}",
         f"  context  {card.context_length:,} tokens",
         f"  memory   {', '.join(memory)}",
         f"  try it   {_curl(address, serve, loaded)}",

@@ -73,6 +73,10 @@ def plan_adapters(
         return None
     if not spec.causal:
         raise ConfigError(f"--enable-lora: {spec.architecture} takes no adapters.")
+    if spec.transformers:
+        raise ConfigError(
+            f"--enable-lora: {spec.architecture} runs through transformers and takes no adapters."
+        )
     outline = Decoder(spec, dtype, torch.device("meta"), shard)  # sizes without memory
     layout = AdapterLayout([each.shape for each in outline.adaptable], limits, dtype)
     return Adapting(limits, layout, spec.vocab_size)

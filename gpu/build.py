@@ -23,7 +23,8 @@ from core.config import (
 from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
-from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
+from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, runs_natively, sentence_pooling, unsupported
+from core.models.fields import Config
 from core.models.quant import BLOCK
 from core.plan import MASKED_DRAFTS
 from gpu.adapting import Adapting, plan_adapters
@@ -108,13 +109,35 @@ Progress = Callable[[str, float], None]
 def spec_of(source: Path) -> ModelSpec:
     """Read the spec of a Hugging Face directory or a .gguf file. Raises `ModelError`."""
     if source.suffix == ".gguf":
-        return read_spec(config_from_gguf(source))
+        return model_spec(config_from_gguf(source))
     config = read_object(source / "config.json")
     if config is None:
         raise ModelError(
             f"{source} has no config.json: --model takes a Hugging Face directory or a .gguf file."
         )
-    return read_spec(config, pooling_of(source))
+    return model_spec(config, pooling_of(source))
+
+
+def model_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
+    """Of a config.json; see `core.models.read_spec`. What runs through transformers is what its class there
+    says, made without memory. Raises `ModelError`."""
+    spec = read_spec(config, pooling)
+    if not spec.transformers:
+        return spec
+    try:
+        from gpu.models.transformers_check import settled  # 2 s, and not for families
+    except ImportError as error:
+        raise unsupported(
+            spec.architecture, f"to run it through transformers needs transformers 5 ({error})"
+        ) from error
+    return settled(spec)
+
+
+def check_config(config: Config, embeds: bool) -> None:
+    """Raise `ModelError` for a config.json that cannot be served, before its weights are fetched. `embeds`:
+    it lies in a sentence-transformers directory."""
+    if not runs_natively(config, embeds):
+        model_spec(config)
 
 
 def pooling_of(source: Path) -> PoolingSpec | None:
@@ -358,7 +381,11 @@ def plain_ops(
 def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
     """How the layers' matrices run in FP8. Raises `ConfigError` where they were asked to and cannot."""
     reason = ""
-    if not target.captures(spec):
+    if spec.transformers:
+        reason = (
+            f"{spec.architecture} runs through transformers, in {str(target.dtype).removeprefix('torch.')}"
+        )
+    elif not target.captures(spec):
         reason = "it is there on a GPU (--device cuda), for models that generate or embed causally"
     elif target.facts.capability < HOPPER:
         reason = "products of scaled rows need compute capability 9.0, {} has {}.{}".format(

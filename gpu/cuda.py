@@ -80,7 +80,7 @@ def _captured_runner(
     if rank is not None:
         kind = PeerOps if isinstance(rank, PeerRank) else NodeOps
         ops = partial(with_rank, plain, kind, rank, spec.vocab_size)
-    launcher = CudaGraphs if schedule.cuda_graphs else Plain
+    launcher = CudaGraphs if schedule.cuda_graphs and not spec.uncaptured else Plain
     padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts, shape.adapters)
     machine = Machine(
         device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl, rank, parts.paced

@@ -108,8 +108,9 @@ def device_needs(
     are sampled from, and what is set aside of these for log-probabilities.
     """
     step = int(SLACK * step_tokens * _activation_bytes(spec, dtype))
+    nodes = 6 * NODES if spec.transformers else NODES  # of a Qwen3-8B, which launches some 50 a layer there
     return Needs(
-        graphs=step + graphs * spec.layers * NODES * NODE_BYTES,
+        graphs=step + graphs * spec.layers * nodes * NODE_BYTES,
         logits=(3 * (samples or rows) + SCORED) * spec.vocab_size * 4,
         counts=rows * spec.vocab_size * COUNT_BYTES,
         workspace=step + WORKSPACE,
@@ -124,6 +125,8 @@ def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
         routed = moe.per_token * (moe.intermediate + spec.hidden) + 2 * moe.experts
         routed += 3 * moe.shared + spec.hidden * (moe.shared > 0)
         mlp = max(mlp, routed) if len(moe.layers) < spec.layers else routed
+    if spec.transformers:  # norms in float32, and copies between operations that ours do in place
+        return 2 * (3 * spec.hidden + max(attention, mlp)) * dtype.itemsize
     # Beside a product's input, what it was quantised to.
     coarse = max(3 * spec.hidden, spec.q_size, mlp) // 3 if spec.fp8 else 0
     return (3 * spec.hidden + 2 * spec.head_dim + max(attention, mlp)) * dtype.itemsize + coarse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from app.checkpoint.fetch import DEFAULT, NotFetched, Progress, default_model
 from core.config import ModelConfig
 from core.env import read, read_object
 from core.errors import ConfigError, ModelError, RequestError
-from core.models import check_supported
-from core.models.fields import Fields
+from core.models import runs_natively
+from core.models.fields import Config, Fields
 from core.request import SamplingParams
 from core.request.params import check
 
@@ -62,8 +62,14 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.stat().st_size for file in files)
 
 
-def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
-    """Find the checkpoint that `config` names, fetching it when it has to be fetched.
+Check = Callable[[Config, bool], object]
+"""Raises `ModelError` for a config.json that cannot be served; it is told whether this lies in a
+sentence-transformers directory."""
+
+
+def resolve(config: ModelConfig, progress: Progress, check: Check = runs_natively) -> Checkpoint:
+    """Find the checkpoint that `config` names, fetching it when it has to be fetched. What `check` refuses is
+    not fetched.
 
     Reads and writes files and may run for minutes: call it before the loop starts or in a thread.
     Raises `ModelError` with one line that says what to change.
@@ -74,11 +80,12 @@ def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
     if not name:
         return _from_gguf(default_model(offline, progress), DEFAULT.name, config, progress)
     if path.is_dir():
-        return _from_directory(path, path.resolve().name, config, progress)
+        return _from_directory(path, path.resolve().name, config, progress, check)
     if path.is_file():
         return _from_gguf(path, path.stem, config, progress)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        return _from_directory(_from_hub(config, offline, progress), name, config, progress)
+        found = _from_hub(config, offline, progress, check)
+        return _from_directory(found, name, config, progress, check)
     raise ModelError(
         f"there is no {name!r}. --model takes a directory with config.json, a .gguf file "
         "or a hub id like org/name."
@@ -129,14 +136,16 @@ def _offline(config: ModelConfig) -> bool:
     return config.offline or (read("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on")
 
 
-def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
+def _from_directory(
+    path: Path, name: str, config: ModelConfig, progress: Progress, check: Check
+) -> Checkpoint:
     facts = _facts(path, config)
     if facts is None:
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f" Name the file: --model {path / ggufs[0]}." if ggufs else ""
         raise ModelError(f"{path} has no config.json, so it is no Hugging Face model directory.{hint}")
     # First: before 200 GB are downloaded of a model that cannot be served.
-    _check_supported(path, facts)
+    _check_supported(path, facts, check)
     if config.load_format != "dummy":
         _check_weights(path)
     return _checkpoint(path, path, facts, name, config, progress)
@@ -185,7 +194,7 @@ def _facts(path: Path, config: ModelConfig) -> dict[str, Any] | None:
         ) from error
 
 
-def _from_hub(config: ModelConfig, offline: bool, progress: Progress) -> Path:
+def _from_hub(config: ModelConfig, offline: bool, progress: Progress, check: Check) -> Path:
     """Directory of a hub id, downloaded when it is not in the hub's own cache: its configuration first,
     and the rest only when that can be served."""
     name, revision = config.model, config.revision
@@ -193,7 +202,7 @@ def _from_hub(config: ModelConfig, offline: bool, progress: Progress) -> Path:
         progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
     found = _download(name, offline, _HUB_CONFIG, revision)
     if (facts := _facts(found, config)) is not None:
-        _check_supported(found, facts)
+        _check_supported(found, facts, check)
     dummy = config.load_format == "dummy"
     wanted = [pattern for pattern in _HUB_FILES if not (dummy and pattern == _HUB_WEIGHTS)]
     return _download(name, offline, wanted, revision)
@@ -221,10 +230,10 @@ def _download(name: str, offline: bool, patterns: list[str], revision: str = "")
     return Path(found)
 
 
-def _check_supported(path: Path, facts: Mapping[str, Any]) -> None:
+def _check_supported(path: Path, facts: Mapping[str, Any], check: Check) -> None:
     """Raise `ModelError` for an architecture or a quantisation that nothing here runs."""
     try:
-        check_supported(facts, embeds=(path / "modules.json").is_file())
+        check(facts, (path / "modules.json").is_file())
     except ModelError as error:
         raise ModelError(f"{path.name} cannot be served: {error}") from error
 

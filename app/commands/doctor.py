@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 
 from app import logs
-from app.checkpoint.checkpoint import resolve
 from app.checkpoint.fetch import NotFetched
-from app.compose import describe_devices, foresee_memory
+from app.compose import describe_devices, find, foresee_memory
 from app.listen import bind, tls
 from app.process import VERSION, invocation
 from core.config import Config
@@ -78,7 +77,7 @@ def _devices(config: Config) -> Iterable[str]:
 
 def _model(config: Config) -> Iterable[str]:
     offline = msgspec.structs.replace(config.model, offline=True)
-    checkpoint = resolve(offline, lambda text: None)
+    checkpoint = find(offline, lambda text: None)
     architecture, size = checkpoint.config["architectures"][0], checkpoint.size / 2**30
     yield f"{checkpoint.names[0]}, {architecture}, {size:.2f} GiB of weights in {checkpoint.path}"
     yield from foresee_memory(msgspec.structs.replace(config, model=offline))

@@ -12,11 +12,13 @@ def run() -> int:
 
 
 def lines() -> list[str]:
-    """A table: what `architectures` of a config.json says, what it is served for, from which files."""
-    rows = [("ARCHITECTURE", "TASK", "WEIGHTS")]
+    """A table: what `architectures` of a config.json says, what it is served for, whose layers run it, from
+    which files. Which others transformers can run is only known once their config is tried."""
+    rows = [("ARCHITECTURE", "TASK", "LAYERS", "WEIGHTS")]
     for each in served():
         weights = ["safetensors", *["fp8"] * each.fp8, *["gguf"] * each.gguf]
-        rows.append((each.architecture, each.task, ", ".join(weights)))
+        rows.append((each.architecture, each.task, "native", ", ".join(weights)))
+    rows.append(("other ...ForCausalLM", "generate", "transformers", "safetensors"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from app import logs
-from app.checkpoint.checkpoint import resolve, resolve_adapter, resolve_draft
+from app.checkpoint.checkpoint import resolve_adapter, resolve_draft
+from app.compose import find
 from core.adapters import adapters_at_start
 from core.config import Config
 
@@ -14,7 +15,7 @@ def run(config: Config) -> int:
     """Print where each lies. Returns the exit code; raises `ConfigError`. The hub's library and pip show bars
     on a terminal."""
     logs.set_up("warning")
-    checkpoint = resolve(config.model, _say)
+    checkpoint = find(config.model, _say)
     print(f"{checkpoint.names[0]}: {checkpoint.path}, {checkpoint.size / 2**20:,.1f} MiB of weights")
     if (draft := resolve_draft(config.speculative.draft_model_path, config.model, _say)) is not None:
         print(f"{config.speculative.draft_model_path}: {draft}")

@@ -1,10 +1,11 @@
 """Facts about models: sizes and switches read from a checkpoint's config, never a tensor."""
 
 from core.models.draft import DraftSpec, algorithm_of, read_draft
-from core.models.registry import check_supported, family_of, read_spec
+from core.models.registry import family_of, read_spec, runs_natively, unsupported
 from core.models.sentence import sentence_pooling
 from core.models.spec import (
     Fp8,
+    Implementation,
     ModelSpec,
     MoeSpec,
     Norms,
@@ -17,6 +18,7 @@ from core.models.spec import (
 __all__ = [
     "DraftSpec",
     "Fp8",
+    "Implementation",
     "ModelSpec",
     "MoeSpec",
     "Norms",
@@ -25,9 +27,10 @@ __all__ = [
     "RopeSpec",
     "Task",
     "algorithm_of",
-    "check_supported",
     "family_of",
     "read_draft",
     "read_spec",
+    "runs_natively",
     "sentence_pooling",
+    "unsupported",
 ]

@@ -100,6 +100,11 @@ def read_draft(config: Config, target: ModelSpec) -> DraftSpec:
     algorithm, reader = _kind(fields)
     if not target.causal or target.task != "generate":
         raise ModelError(f"{target.architecture} generates no text: a draft model has nothing to do there.")
+    if target.transformers:
+        raise ModelError(
+            f"{target.architecture} runs through transformers, which does not keep the hidden states that an "
+            f"{algorithm} head reads. --speculative-algorithm ngram and a small model draft for it."
+        )
     if target.table_scale != 1.0:
         raise ModelError(
             f"{target.architecture} scales its embeddings, which an {algorithm} head would read unscaled. "

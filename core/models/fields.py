@@ -22,6 +22,10 @@ class Fields:
         """These fields, and those of `defaults` that are not among them."""
         return Fields({**defaults, **self._config}, self._where)
 
+    def without(self, *names: str) -> Config:
+        """The config less these fields."""
+        return {key: value for key, value in self._config.items() if key not in names}
+
     def inside(self, name: str) -> Fields:
         """Those of the object `name` and, where it does not have them, those beside it."""
         own = {key: value for key, value in self.group(name).items() if value is not None}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.errors import ModelError
-from core.models import pooled, read
+from core.models import pooled, read, unlisted
 from core.models.fields import Config, Fields
 from core.models.gguf import READ_FROM_GGUF
 from core.models.spec import ModelSpec, PoolingSpec, Task
@@ -108,12 +108,19 @@ def family_of(architecture: str) -> Family:
     """The family of a checkpoint's class name. Raises `ModelError` that names the most similar one that is
     supported."""
     if architecture not in FAMILIES:
-        nearest = max(sorted(FAMILIES), key=partial(_likeness, architecture))
-        raise ModelError(
-            f"Architecture {architecture} is not supported; the nearest that is: {nearest}. "
-            "'python -m app models' lists all."
-        )
+        raise unsupported(architecture)
     return FAMILIES[architecture]
+
+
+def unsupported(architecture: str, reason: str = "") -> ModelError:
+    """The error for an architecture that cannot be served, with the reason and the most similar one that
+    can."""
+    nearest = max(sorted(FAMILIES), key=partial(_likeness, architecture))
+    because = f": {reason}" if reason else ""
+    return ModelError(
+        f"Architecture {architecture} is not supported{because}; the nearest that is: {nearest}. "
+        "'python -m app models' lists all."
+    )
 
 
 def _likeness(one: str, other: str) -> tuple[int, float]:
@@ -122,12 +129,16 @@ def _likeness(one: str, other: str) -> tuple[int, float]:
     return same, difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def check_supported(config: Config, embeds: bool = False) -> None:
-    """Raise `ModelError` for a config.json whose architecture or quantisation is not supported, before its
-    weights are looked for. `embeds`: it lies in a sentence-transformers directory."""
+def runs_natively(config: Config, embeds: bool = False) -> bool:
+    """Whether a family here runs a config.json, not transformers. Raises `ModelError` for one whose
+    architecture or quantisation is not supported, before its weights are looked for. `embeds`: it lies in a
+    sentence-transformers directory."""
     fields = Fields(pooled.without_lm_head(config) if embeds else config)
-    family_of(read.architecture_of(fields))
+    reader = _reader(fields, embeds)
+    if reader is unlisted.decoder:
+        return False
     read.refuse_quantised(fields)
+    return True
 
 
 def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
@@ -139,7 +150,15 @@ def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
     if pooling is not None:
         config = pooled.without_lm_head(config)
     fields = Fields(config)
-    spec = family_of(read.architecture_of(fields)).read(fields)
+    spec = _reader(fields, pooling is not None)(fields)
     if pooling is not None and spec.task == "embed":
         return msgspec.structs.replace(spec, pooling=pooling)
     return spec
+
+
+def _reader(fields: Fields, embeds: bool) -> Callable[[Fields], ModelSpec]:
+    """What reads a config: its family, or what reads any decoder that transformers may have."""
+    architecture = read.architecture_of(fields)
+    if architecture in FAMILIES or embeds or not architecture.endswith(unlisted.GENERATES):
+        return family_of(architecture).read
+    return unlisted.decoder

@@ -15,6 +15,9 @@ Pooling = Literal["first", "last", "mean"]
 
 Activation = Literal["none", "sigmoid", "softmax"]
 
+Implementation = Literal["native", "transformers"]
+"""Whose layers run: our own, or those of the architecture's class in transformers."""
+
 Fp8 = Literal["", "rows", "blocks"]
 """How e4m3 matrices are scaled: by a number for each output, or for each block of 128 x 128; "": not e4m3."""
 
@@ -150,6 +153,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How the checkpoint's matrices are scaled if they are e4m3."""
     fp8: Fp8 = ""
     """How the layers' matrices, except routers, are held while serving: chosen by device, not read."""
+    transformers: str = ""
+    """The config.json of a model that runs through the class of its architecture in transformers; "": it runs
+    by layers of our own."""
+    parameters: int = 0
+    """Of a model that runs through transformers, counted: `num_parameters`."""
+    uncaptured: bool = False
+    """Its forward waits for the device, so that no CUDA graph can hold it."""
     ranks: int = 1
     """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""
     kv_copies: int = 1
@@ -164,6 +174,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             original = self.rope.original_max or self.max_position
             return max(self.max_position, int(original * self.rope.factor))
         return self.max_position
+
+    @property
+    def implementation(self) -> Implementation:
+        """Whose layers run."""
+        return "transformers" if self.transformers else "native"
 
     @property
     def causal(self) -> bool:
@@ -199,6 +214,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return self
         if not self.causal:
             raise ConfigError(f"--tp {count}: {self.architecture} is an encoder, which runs on one rank.")
+        if self.transformers:
+            raise ConfigError(
+                f"--tp {count}: {self.architecture} runs through transformers, on one rank: use --tp 1."
+            )
         sizes = {"num_attention_heads": self.heads}
         if count % self.kv_heads:
             sizes["num_key_value_heads"] = self.kv_heads
@@ -233,6 +252,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_parameters(self) -> int:
         """Weights to hold, tied ones once. Biases and norms are left out: under 0.1%."""
+        if self.parameters:
+            return self.parameters
         total = self.table_parameters()
         attention = self.hidden * (2 * self.q_size + 2 * self.kv_size)
         for layer in range(self.layers):

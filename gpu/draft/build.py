@@ -150,6 +150,8 @@ def _small_model(path: Path, own: ModelSpec, target: ModelSpec) -> ModelSpec:
     """`own`, of the model at `path`, if it makes text of the target's vocabulary."""
     if not own.causal or own.task != "generate":
         raise ModelError(f"{path}: {own.architecture} generates no text, so it cannot draft any.")
+    if own.transformers:
+        raise ModelError(f"{path}: {own.architecture} runs through transformers, which drafts for no model.")
     if own.vocab_size != target.vocab_size:
         raise ModelError(
             f"{path}: the draft model's vocab_size ({own.vocab_size}) is not the target's "

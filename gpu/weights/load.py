@@ -14,7 +14,7 @@ from gpu.models.decoder import Decoder
 from gpu.shard import ALONE, Shard
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
-from gpu.weights.files import Progress, fill_from_safetensors
+from gpu.weights.files import Progress, fill_from_safetensors, names_by_file
 from gpu.weights.fill import Filler, Names
 from gpu.weights.gguf import fill_from_gguf
 from gpu.weights.stage import copier
@@ -33,6 +33,8 @@ def load_model(
     """Build the model of `spec` and fill it from `source`: a Hugging Face directory, a .gguf file,
     or None for random weights. Raises `ModelError`; nothing is half filled. `spec` is that of one of
     `shard.ranks` ranks, which reads its part alone."""
+    if spec.transformers:
+        return _through_transformers(spec, source, dtype, device, progress)
     family = family_of(spec.architecture)
     with device_thread(device):
         model = Bert(spec, dtype, device) if spec.encoder else Decoder(spec, dtype, device, shard)
@@ -69,4 +71,29 @@ def load_model(
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
             torch.cuda.empty_cache()  # what was quantised in passing
+        return model
+
+
+def _through_transformers(
+    spec: ModelSpec, source: Path | None, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> CausalModel:
+    """`load_model` of an architecture without a family. It is verified: what its class does is known by
+    running it alone."""
+    from gpu.models.transformers_model import TransformersModel  # 2 s, and not for families
+
+    with device_thread(device):
+        model = TransformersModel(spec, dtype, device)
+        if source is None:
+            fill_dummy(model.places(), device)
+        else:
+            names = (name for each in names_by_file(source).values() for name in each)
+            unused = tuple(filter(model.ignored.search, names))
+            filler = Filler(model.places(), copier(device), model.prefix, unused)
+            fill_from_safetensors(filler, source, device, progress)
+            filler.finish(str(source))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the last pieces are still on the bus
+        model.verify()
+        progress(1.0)
+        log.info("%s has no layers of our own: it runs through those of transformers", spec.architecture)
         return model

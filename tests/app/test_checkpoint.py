@@ -21,6 +21,7 @@ from app.text.vocab import DecoderKind, Vocabulary
 from core.config import ModelConfig
 from core.errors import ConfigError, ModelError
 from core.request import SamplingParams
+from gpu.build import check_config
 from tests.rigs import vocabularies
 from tests.rigs.assets import asset
 
@@ -32,7 +33,7 @@ def quiet(_: str) -> None:
 
 
 def find(model: object, **options: Any) -> Checkpoint:
-    return resolve(ModelConfig(model=str(model), **options), quiet)
+    return resolve(ModelConfig(model=str(model), **options), quiet, check_config)
 
 
 @pytest.fixture(autouse=True)

@@ -84,14 +84,15 @@ def test_a_model_that_is_not_here_yet_is_no_fault(tmp_path: Path) -> None:
 
 def test_models_lists_what_is_served() -> None:
     done = run("models")
-    head, *rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
-    assert (done.returncode, done.stderr, head) == (0, "", ["ARCHITECTURE", "TASK", "WEIGHTS"])
+    head, *rows, others = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr, head) == (0, "", ["ARCHITECTURE", "TASK", "LAYERS", "WEIGHTS"])
     assert [row[0] for row in rows] == sorted(FAMILIES)
-    table = {name: (task, weights) for name, task, weights in rows}
-    assert table["Qwen3MoeForCausalLM"] == ("generate", "safetensors, fp8, gguf")
-    assert table["Phi3ForCausalLM"] == ("generate", "safetensors, fp8")
-    assert table["BertModel"] == ("embed", "safetensors")
-    assert table["Qwen2ForSequenceClassification"] == ("classify", "safetensors, fp8")
+    table = {name: tuple(row) for name, *row in rows}
+    assert table["Qwen3MoeForCausalLM"] == ("generate", "native", "safetensors, fp8, gguf")
+    assert table["Phi3ForCausalLM"] == ("generate", "native", "safetensors, fp8")
+    assert table["BertModel"] == ("embed", "native", "safetensors")
+    assert table["Qwen2ForSequenceClassification"] == ("classify", "native", "safetensors, fp8")
+    assert others == ["other", "...ForCausalLM", "generate", "transformers  safetensors"]
     assert run("models", "--port", "1").returncode == 2
 
 

@@ -81,7 +81,7 @@ def driven(
 GREEDY = [SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)] * len(PROMPTS)
 
 
-@pytest.fixture(scope="module", params=sorted(tiny_model.VARIANTS))
+@pytest.fixture(scope="module", params=[*sorted(tiny_model.VARIANTS), *tiny_model.UNLISTED])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.build(request.param, tmp_path_factory.mktemp(request.param)).path
 

@@ -24,7 +24,7 @@ from tests.rigs.tiny_model import Tiny
 A = [int(i * 37 % 251) + 3 for i in range(40)]
 B = [int(i * 53 % 241) + 5 for i in range(23)]
 C = [*A[:32], 9, 8, 7, 6, 5]
-FAMILIES = ("llama-tied-bias", "gemma2", "mistral", "qwen2", "qwen3-moe")
+FAMILIES = ("llama-tied-bias", "gemma2", "mistral", "qwen2", "qwen3-moe", "cohere2")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -164,6 +164,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name to (family, changes to `_SIZES`)."""
 
+UNLISTED: dict[str, tuple[str, dict[str, Any]]] = {
+    # One norm for attention and MLP side by side, logits scaled behind the head, rope where a window slides.
+    "cohere2": ("Cohere2", {"sliding_window": 20, "sliding_window_pattern": 2}),
+    # A table of positions, no rope; products stored transposed, tensors under a prefix of its own.
+    "gpt2": ("GPT2", {}),
+    # One product for queries, keys and values, a part of each head rotated, a head of another name.
+    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": 4}),
+    # Layer norms and products with biases, a window in every layer.
+    "starcoder2": ("Starcoder2", {"sliding_window": 24}),
+    # Neighbouring dimensions rotate together.
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    # Experts, which transformers stacks and a checkpoint keeps apart.
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}),
+}
+"""The same of architectures without a family, which run through transformers."""
+
 FEW_EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": 4}
 """Changes to `qwen3-moe`, whose experts are slow on a CPU: one layer of each kind."""
 
@@ -178,15 +194,16 @@ class Tiny(NamedTuple):
 def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: Any) -> Tiny:
     """Create variant `name` and save it under `directory`; `more` are further changes to its config. The
     weights are deterministic."""
-    family, changes = VARIANTS[name]
+    family, changes = {**VARIANTS, **UNLISTED}[name]
     kind = "Gemma3Text" if family == "Gemma3" else family
     config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **changes, **more})
     torch.manual_seed(7)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{head}")(config).eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             # transformers initialises norms with one and biases with zero, which would hide swapped ones.
-            if key.endswith(("norm.weight", "layernorm.weight")):
+            if key.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
                 weight.uniform_(0.5, 1.5)
             elif key.endswith("bias"):
                 weight.normal_(0.0, 0.2)
