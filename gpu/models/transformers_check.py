@@ -83,7 +83,6 @@ def settled(spec: ModelSpec) -> ModelSpec:
         window_layers=frozenset(layer for layer, window in enumerate(windows) if window),
         attention_scale=scale or 1.0 / math.sqrt(dim),
         attention_cap=cap or 0.0,
-        tied=getattr(model.get_output_embeddings(), "weight", None) is table,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
     _check_head(known, refuse)
@@ -135,7 +134,7 @@ def _calls(model: Any, refuse: Refuse) -> list[Call]:
             # With a mask the class looks for no packed texts, for which it would read positions.
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     except BUILDING as error:
-        raise refuse(f"its forward reads data, as those of hybrid models do ({said(error)})") from error
+        raise refuse(f"its forward does not run without data, on the meta device ({said(error)})") from error
     layers: int = model.config.num_hidden_layers
     if (found := [call.layer for call in calls]) != list(range(layers)):
         once = sum(found.count(layer) == 1 for layer in range(layers))

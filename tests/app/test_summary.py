@@ -38,6 +38,14 @@ def test_it_names_url_model_context_memory_and_the_end() -> None:
         assert word in text
 
 
+def test_it_says_whose_layers_run() -> None:
+    own = loaded()
+    card = msgspec.structs.replace(own.card, implementation="transformers")
+    through = summary(HERE, ServeConfig(), msgspec.structs.replace(own, card=card), MEMORY)
+    assert any("model" in line and line.endswith("through transformers") for line in through)
+    assert "transformers" not in "".join(summary(HERE, ServeConfig(), own, MEMORY))
+
+
 @pytest.mark.parametrize(
     ("task", "template", "path"),
     [

@@ -401,12 +401,25 @@ def test_more_experts_per_token_than_experts() -> None:
 
 
 def test_an_unknown_architecture_is_told_the_nearest() -> None:
-    with pytest.raises(ModelError, match=r"Qwen3NextForCausalLM is not supported.*: Qwen3ForCausalLM"):
-        spec("Qwen3NextForCausalLM")
-    with pytest.raises(ModelError, match="GPT2LMHeadModel is not supported; the nearest"):
-        spec("GPT2LMHeadModel")
+    with pytest.raises(ModelError, match=r"Qwen3NextModel is not supported.*: Qwen3Model"):
+        spec("Qwen3NextModel")
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is not supported; the nearest"):
+        spec("T5ForConditionalGeneration")
     with pytest.raises(ModelError, match="architectures"):
         read_spec(BASE)
+
+
+def test_a_decoder_without_a_family_is_left_to_transformers() -> None:
+    """With all of its config but what says nothing of the model: two that differ in it are the same."""
+    own = spec(
+        "GPT2LMHeadModel", transformers_version="5.0", auto_map={"AutoModel": "x.Y"}, torch_dtype="float16"
+    )
+    assert (own.implementation, own.dtype) == ("transformers", "float16")
+    assert own == spec("GPT2LMHeadModel", torch_dtype="float16") != spec("GPT2LMHeadModel")
+    assert spec("LlamaForCausalLM").implementation == "native"
+    for wrong in ({"quantization_config": {"quant_method": "fp8"}}, {"is_encoder_decoder": True}):
+        with pytest.raises(ModelError, match=next(iter(wrong))):
+            spec("CohereForCausalLM", **wrong)
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))

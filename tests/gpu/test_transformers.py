@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import pytest
@@ -15,11 +15,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from core.adapters import AdapterLimits
-from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig, SpeculativeConfig
 from core.errors import ConfigError, LoomError, ModelError
 from core.models import read_draft
+from core.plan import StepPlan
 from core.request import SamplingParams
-from gpu.build import Beside, build_executor, check_config, model_spec, spec_of
+from core.stats import SchedulerStatistics
+from gpu.build import Beside, Drafting, build_executor, check_config, model_spec, spec_of
 from gpu.models.transformers_model import TransformersModel
 from gpu.weights import load_model
 from tests.rigs import tiny_model
@@ -49,7 +51,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "sinks": (lambda: config("GptOss", "GptOssForCausalLM", num_local_experts=4), "attention sinks"),
     "MLA": (lambda: config("DeepseekV3", "DeepseekV3ForCausalLM"), r"keys have 192 .* values 128 \(MLA\)"),
     "recurrent": (lambda: config("Mamba", "MambaForCausalLM"), "state besides keys and values"),
-    "hybrid": (lambda: config("Lfm2", "Lfm2ForCausalLM"), "reads data, as those of hybrid models"),
+    "hybrid": (lambda: config("Lfm2", "Lfm2ForCausalLM"), "does not run without data"),
     "chunked": (lambda: config("Llama4Text", "Llama4ForCausalLM"), "neither causal nor a sliding window"),
     "both ways": (lambda: config("Bert", "BertLMHeadModel"), "without a mask that is causal alone"),
     "twice a layer": (
@@ -112,23 +114,56 @@ def test_facts_are_those_of_its_class(tiny: Tiny) -> None:
     assert granite.softmax_scale == 0.25
 
 
-def test_text_in_chunks_batches_after_prefixes_and_retraction(tiny: Tiny) -> None:
-    prompts = [[int(i * 37 % 251) + 3 for i in range(n)] for n in (40, 23, 7, 90)]
-    prompts.append([*prompts[0][:33], 9, 8, 7])
+PROMPTS = [[int(i * 37 % 251) + 3 for i in range(n)] for n in (40, 23, 7, 90)]
+PROMPTS.append([*PROMPTS[0][:33], 9, 8, 7])
+
+
+@pytest.fixture(scope="module")
+def texts(tiny: Tiny) -> list[list[int]]:
+    return [tiny_model.greedy(tiny.reference, prompt, 64) for prompt in PROMPTS]
+
+
+class Ran(NamedTuple):
+    """Greedy texts of a whole engine, and in how many steps drafts were verified."""
+
+    texts: list[list[int]]
+    statistics: SchedulerStatistics
+    verified: int
+
+
+def run(tiny: Tiny, kv_tokens: int, beside: Beside) -> Ran:
+    """In steps of 32 tokens."""
     schedule = ScheduleConfig(step_tokens=32, max_running=8, conservativeness=0.01)
-    cache = CacheConfig(page_size=16, kv_tokens=208)
+    cache = CacheConfig(page_size=16, kv_tokens=kv_tokens)
     model = ModelConfig(model=str(tiny.path), device="cpu")
-    made = build_executor(spec_of(tiny.path), tiny.path, model, cache, schedule, lambda stage, share: None)
+    made = build_executor(spec_of(tiny.path), tiny.path, model, cache, schedule, lambda *share: None, beside)
     made.prepare(lambda share: None)
-    driver = Driver(made, schedule)
-    try:
-        found = driver.run(prompts, [SamplingParams(temperature=0.0, max_tokens=64)] * len(prompts))
-        statistics = driver.scheduler.statistics()
-    finally:
-        driver.close()
-    assert statistics.retractions > 0 and statistics.cache.hit_tokens > 0
-    for prompt, answer in zip(prompts, found, strict=True):
-        assert answer.tokens == tiny_model.greedy(tiny.reference, prompt, 64)
+    driver, plans = Driver(made, schedule), list[StepPlan]()
+    with pytest.MonkeyPatch.context() as patched:
+        submit = made.submit
+        patched.setattr(made, "submit", lambda plan: (plans.append(plan), submit(plan)))
+        try:
+            found = driver.run(PROMPTS, [SamplingParams(temperature=0.0, max_tokens=64)] * len(PROMPTS))
+        finally:
+            driver.close()
+    verified = sum(plan.drafts > 0 for plan in plans)
+    return Ran([answer.tokens for answer in found], driver.scheduler.statistics(), verified)
+
+
+def test_text_in_chunks_batches_after_prefixes_and_retraction(tiny: Tiny, texts: list[list[int]]) -> None:
+    ran = run(tiny, 208, Beside())
+    assert ran.statistics.retractions > 0 and ran.statistics.cache.hit_tokens > 0
+    assert ran.texts == texts
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "draft-model"])
+def test_drafts_are_verified(
+    tiny: Tiny, texts: list[list[int]], algorithm: Literal["ngram", "draft-model"], tmp_path: Path
+) -> None:
+    path = tiny_model.build("llama", tmp_path).path if algorithm == "draft-model" else None
+    ran = run(tiny, 1024, Beside(Drafting(SpeculativeConfig(algorithm=algorithm), path)))
+    assert ran.verified > 0
+    assert ran.texts == texts
 
 
 @pytest.mark.parametrize(
@@ -151,6 +186,11 @@ def test_what_only_families_do_is_refused(
         build_executor(
             spec_of(tiny.path), tiny.path, model, CacheConfig(), ScheduleConfig(), lambda *share: None, beside
         )
+
+
+def test_it_drafts_for_no_model(tiny: Tiny) -> None:
+    with pytest.raises(ModelError, match="runs through transformers, which drafts for no model"):
+        run(tiny, 1024, Beside(Drafting(SpeculativeConfig(algorithm="draft-model"), tiny.path)))
 
 
 def test_heads_draft_for_families_alone(tiny: Tiny) -> None:
