@@ -15,8 +15,12 @@ from core.models.spec import ModelSpec
 GENERATES = ("ForCausalLM", "LMHeadModel")
 """How classes of transformers end whose head predicts the next token."""
 
-_IGNORED = ("transformers_version", "_name_or_path", "auto_map")
-"""Fields that say nothing of the model. A checkpoint's own code (auto_map) is never run."""
+_IGNORED = (
+    *("transformers_version", "_name_or_path"),
+    *("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation"),
+)
+"""Fields that say nothing of the model. A checkpoint's own code (auto_map) is never run, and it chooses no
+kernels."""
 
 
 def decoder(fields: Fields) -> ModelSpec:

@@ -95,5 +95,6 @@ def _through_transformers(
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
         model.verify()
         progress(1.0)
-        log.info("%s has no layers of our own: it runs through those of transformers", spec.architecture)
+        plainly = " and without CUDA graphs" if spec.uncaptured and device.type == "cuda" else ""
+        log.info("%s runs through transformers%s: no family here has it", spec.architecture, plainly)
         return model

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
             config("Llama", "LamaForCausalLM", auto_map={"AutoModelForCausalLM": "x.Y"})
             | {"model_type": "lama"}
         ),
-        "LamaForCausalLM is not supported: .*no model_type 'lama'.* the nearest that is: LlamaForCausalLM",
+        "LamaForCausalLM is not supported: .* 'lama' none at all; the nearest that is: LlamaForCausalLM",
     ),
     "no text": (
         lambda: config("Bart", "BartForConditionalGeneration"),
