@@ -36,7 +36,7 @@ from gpu.kernels.attention import cascade, decode, prefill, prefill_merge, prefi
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.pages import Pages
-from gpu.kernels.gemm import fp8_block, gemv, skinny
+from gpu.kernels.gemm import fp8_block, gemv, int4, skinny
 from gpu.kernels.lora import dense
 from gpu.kernels.lora.linear import shrink_ahead
 from gpu.kernels.lora_rows import lay_out
@@ -148,6 +148,17 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         assert skinny.skinny_fp8_config(rows, weight, fp8 == "blocks", both) is not None
         fp8_linear(empty(rows, size), Matrix(weight, scale=scale), counters, gated=both, num_rows=n, pdl=pdl)
 
+    def int4_case(rows: int, name: str, dtype: torch.dtype = DTYPE, group: int = 128) -> None:
+        outputs, size, both = inputs.LINEARS[name]
+        weight = empty(outputs, size // 4, dtype=torch.int16)
+        scale, counters = empty(size // group, outputs, 2, dtype=dtype), skinny.split_k_counters(CPU)
+        config = int4.int4_config(rows, weight, scale, both)
+        if config is None:
+            int4.int4_restore(weight, scale, pdl=pdl)
+            return
+        x = empty(rows, size, dtype=dtype)
+        int4.int4_gemm(x, weight, scale, None, config, counters, gated=both, pdl=pdl)
+
     def gemv_case(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]
         weight = empty(outputs, size)
@@ -242,6 +253,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
             for n in (8, 64)
             for name in ("8B o", "8B gate_up")
         },
+        **{
+            f"int4 {n} {name}": partial(int4_case, n, name)
+            for n in (1, 16, 32, 64, 512)
+            for name in ("8B o", "8B gate_up")
+        },
+        "int4 1 float16": lambda: int4_case(1, "8B down", torch.float16, 32),
         "block 128": lambda: block_gemm_case(128, "8B qkv"),
         "block 512": lambda: block_gemm_case(512, "8B qkv"),
         "block 4096": lambda: block_gemm_case(4096, "8B qkv"),

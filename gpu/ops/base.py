@@ -27,14 +27,20 @@ class Matrix(NamedTuple):
     """Of products x Wᵀ + b: `weight` [outputs, inputs] contiguous, `bias` [outputs].
 
     With a `scale` the weight is e4m3: with float32 [outputs] `x` is quantised by row, with
-    [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`). `lora` is what adapters add to it, in steps
-    with adapters.
+    [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`); or it has 4 bits, int16 [outputs, inputs /
+    4] with a scale [inputs / group, outputs, 2] in x's dtype (`gpu.int4`). `lora` is what adapters add to it,
+    in steps with adapters.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: Tensor | None = None
     lora: LoraMatrix | None = None
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether the weight has 4 bits."""
+        return self.weight.dtype == torch.int16
 
 
 class PendingExperts(NamedTuple):

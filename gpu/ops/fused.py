@@ -22,6 +22,9 @@ measured to be quicker, or of thousands of rows to take less power: `gpu.kernels
 layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `skinny_gemm`, 139 and 121 at 8 rows,
 159 and 147 at 32, 193 and 186 at 64; of Qwen3-30B-A3B, without experts, 34 and 30, 47 and 43, 61 and 60.
 
+Products of 4-bit weights (`gpu.kernels.gemm.int4`) are one launch each up to 256 rows. For more rows weights
+are turned into 16 bits first, a launch more for each product.
+
 With FP8 weights each product (`gpu.ops.fp8`) is preceded by a launch that quantises its rows: 4 more in a
 dense layer or one of experts, 2 more in one of experts up to 4 rows.
 
@@ -57,6 +60,7 @@ from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.cublaslt import Products
 from gpu.kernels.gemm.delta import fits
 from gpu.kernels.gemm.gemv import gemv, gemv_config
+from gpu.kernels.gemm.int4 import int4_config, int4_gemm, int4_restore
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
 from gpu.kernels.lora.dense import embed, expand, shrink
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
@@ -247,17 +251,7 @@ class TritonOps:
         )
 
     def _linear(self, x: Tensor, matrix: Matrix, *, gated: bool) -> Tensor:
-        kernels, pdl, (weight, bias, scale, _) = self._kernels, self._kernels.pdl, matrix
-        if scale is not None:
-            return fp8_linear(x, matrix, kernels.counters, gated=gated, num_rows=self.num_rows, pdl=pdl)
-        if (few := gemv_config(len(x), weight, gated)) is not None:
-            return gemv(x, weight, bias, few, gated=gated, pdl=pdl)
-        skinny = skinny_config(len(x), weight, gated)
-        if kernels.counters is not None and skinny is not None:
-            return skinny_gemm(x, weight, bias, skinny, kernels.counters, gated=gated, pdl=pdl)
-        if gated:
-            return silu_mul(self._linear(x, matrix, gated=False), num_rows=self.num_rows, pdl=pdl)
-        return cublas_gemm(x, weight, bias, kernels.products)
+        return multiply(x, matrix, self._kernels, gated=gated, num_rows=self.num_rows)
 
     def _skinny_with_delta(
         self, x: Tensor, matrix: Matrix, adapters: LoraRows, *, gated: bool
@@ -281,6 +275,27 @@ class TritonOps:
         """See `Ops.routes`. As the kernels order them: by logit, the lowest expert first on ties, which
         bfloat16 has many of and `topk` breaks as it likes. Only steps whose routing is reported run it."""
         return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
+
+
+def multiply(
+    x: Tensor, matrix: Matrix, kernels: Kernels, *, gated: bool = False, num_rows: Tensor | None = None
+) -> Tensor:
+    """x Wᵀ + b as `Ops.linear` without adapters; `gated`: silu(first half) · second half of it. `num_rows`
+    int32 [1] on the device, how many rows are true."""
+    pdl, (weight, bias, scale, _) = kernels.pdl, matrix
+    if scale is not None:
+        if not matrix.is_int4:
+            return fp8_linear(x, matrix, kernels.counters, gated=gated, num_rows=num_rows, pdl=pdl)
+        if (fine := int4_config(len(x), weight, scale, gated, kernels.counters is not None)) is not None:
+            return int4_gemm(x, weight, scale, bias, fine, kernels.counters, gated=gated, pdl=pdl)
+        weight = int4_restore(weight, scale, pdl=pdl)
+    if (few := gemv_config(len(x), weight, gated)) is not None:
+        return gemv(x, weight, bias, few, gated=gated, pdl=pdl)
+    skinny = skinny_config(len(x), weight, gated)
+    if kernels.counters is not None and skinny is not None:
+        return skinny_gemm(x, weight, bias, skinny, kernels.counters, gated=gated, pdl=pdl)
+    out = cublas_gemm(x, weight, bias, kernels.products)
+    return silu_mul(out, num_rows=num_rows, pdl=pdl) if gated else out
 
 
 def cublas_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None = None) -> Tensor:

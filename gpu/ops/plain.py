@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu import int4
 from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Experts
@@ -119,6 +120,8 @@ class TorchOps:
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
         weight, bias, scale, lora = matrix
+        if scale is not None and matrix.is_int4:
+            weight, scale = int4.restore(weight, scale).to(x.dtype), None
         out = F.linear(x, weight, bias) if scale is None else product(x, weight, scale, bias)
         return self.add_lora(x, lora, out)
 

@@ -97,7 +97,7 @@ def split_k_counters(device: torch.device) -> Tensor:
 
 
 @jit
-def _prefetch(at: tl.tensor, COUNT: tl.constexpr) -> None:
+def prefetch(at: tl.tensor, COUNT: tl.constexpr) -> None:
     """Prefetch `COUNT` bytes from every address on, whole 16s, into L2."""
     sizes = tl.zeros(at.shape, tl.int32) + COUNT
     tl.inline_asm_elementwise(
@@ -202,7 +202,7 @@ def _skinny(
     if PDL and SPLIT > 1:
         ahead: tl.constexpr = AHEAD * 8 // w.dtype.element_ty.primitive_bitwidth
         first = start + tl.minimum(shift * BLOCK_K, steps * BLOCK_K - ahead)
-        _prefetch(w + tl.minimum(cols, N - 1).to(tl.int64) * K + first, AHEAD)
+        prefetch(w + tl.minimum(cols, N - 1).to(tl.int64) * K + first, AHEAD)
     # Rows that are loaded before the wait: past L1.
     CACHE: tl.constexpr = "" if DELTA is None else ".cg"
     if DELTA is None:

@@ -1,0 +1,93 @@
+"""Products of 4-bit weights against those of the weights that they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.inputs import LINEARS, error
+from gpu.int4 import pack, quantise, restore, span
+from gpu.kernels.gemm.int4 import MOST_ROWS, Int4Config, int4_config, int4_gemm, int4_restore
+from gpu.kernels.gemm.skinny import COUNTERS, split_k_counters
+
+
+def packed(outputs: int, inputs: int, group: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """A matrix as it lies in memory: words, scales and the bias."""
+    numbers, scale = quantise(torch.randn(outputs, inputs, device=device) * inputs**-0.5, group)
+    words = pack(numbers, span(inputs, group))
+    return [words, scale.to(dtype), torch.randn(outputs, device=device).to(dtype)]
+
+
+# (rows, outputs, inputs, group, cut): every size of group and one for all inputs; numbers of a word 32 and 64
+# apart; outputs that a tile does not divide; K in one part and in several; sums that are
+# scaled (up to 16 rows) and weights; more rows than one program has
+CASES = [
+    (1, 40, 256, 64, Int4Config(32, 1, 2, 3)),
+    (1, 32, 512, 128, Int4Config(32, 2, 2, 3)),
+    (3, 32, 256, 32, Int4Config(32, 2, 2, 3)),
+    (9, 70, 512, 512, Int4Config(32, 2, 2, 3)),
+    (20, 64, 256, 128, Int4Config(64, 1, 4, 3)),
+    (33, 130, 384, 32, Int4Config(128, 3, 8, 3)),
+    (70, 64, 512, 64, Int4Config(64, 2, 4, 3)),
+]
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "group", "cut"), CASES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_as_the_weights_they_stand_for(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    group: int,
+    cut: Int4Config,
+    gated: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    words, scale, bias = packed(outputs * (1 + gated), inputs, group, device, dtype)
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    counters = split_k_counters(device)
+    want = F.linear(x.double(), restore(words, scale).double(), bias.double())
+    if gated:
+        gate, up = want.chunk(2, dim=1)
+        want = F.silu(gate) * up
+    found = int4_gemm(x, words, scale, bias, cut, counters, gated=gated)
+    assert found.dtype == dtype
+    assert error(found, want) < tolerance
+    assert not counters.any()  # as the next product wants them
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(70, 512, 64), (64, 384, 32), (64, 256, 256)])
+def test_weights_in_16_bits(
+    outputs: int, inputs: int, group: int, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    words, scale, _ = packed(outputs, inputs, group, device, dtype)
+    found = int4_restore(words, scale)
+    assert found.dtype == dtype
+    assert error(found, restore(words, scale)) < tolerance
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 256])
+@pytest.mark.parametrize("name", ["8B qkv", "8B o", "8B gate_up", "8B down"])
+def test_a_cut_fits_what_it_cuts(name: str, rows: int) -> None:
+    """The parts of K are equally long, there are counters for all tiles, and programs fill a device."""
+    outputs, inputs, gated = LINEARS[name]
+    words = torch.empty(outputs, inputs // 4, dtype=torch.int16)
+    scale = torch.empty(inputs // 128, outputs, 2)
+    cut = int4_config(rows, words, scale, gated)
+    assert cut is not None
+    tiles = -(-outputs // (1 + gated) // cut.block_n) * -(-rows // 64)
+    assert inputs // (4 * span(inputs, 128)) % cut.split == 0
+    assert tiles <= COUNTERS and tiles * cut.split >= 90
+    assert int4_config(MOST_ROWS + 1, words, scale, gated) is None
+
+
+@pytest.mark.parametrize(("base", "kind"), [(0x4300, torch.bfloat16), (0x6400, torch.float16)])
+def test_numbers_in_a_mantissa(base: int, kind: torch.dtype) -> None:
+    """What the kernels' instructions rely on, which the interpreter does not run."""
+    numbers = torch.arange(16, dtype=torch.int16)
+    found = (numbers | base).view(kind)
+    assert torch.equal(found.float(), numbers.float() + (128 if kind == torch.bfloat16 else 1024))
