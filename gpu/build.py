@@ -23,7 +23,16 @@ from core.config import (
 from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
-from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, runs_natively, sentence_pooling, unsupported
+from core.models import (
+    Fp8,
+    Int4,
+    ModelSpec,
+    PoolingSpec,
+    read_spec,
+    runs_natively,
+    sentence_pooling,
+    unsupported,
+)
 from core.models.fields import Config
 from core.models.quant import BLOCK
 from core.plan import MASKED_DRAFTS
@@ -35,6 +44,7 @@ from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
 from gpu.draft.build import Make as MakeDrafter
 from gpu.draft.model import DraftMachine
 from gpu.executor import LocalExecutor
+from gpu.int4 import SPANS, WORD, span
 from gpu.kv.pool import KvPool
 from gpu.maintenance import Maintenance
 from gpu.memory import (
@@ -69,6 +79,7 @@ from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.targets import MostExchanged, choose_ranks, choose_targets
 from gpu.thread import device_thread
 from gpu.weights import config_from_gguf, load_model
+from gpu.weights.int4 import EIGHT
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +258,8 @@ def _settle(
     targets = choose_targets(spec, model, parallel, beside.replica)
     target = targets[0]
     schedule = with_budget(schedule, target.device)
-    whole = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
+    int4 = choose_int4(spec, model, target)
+    whole = msgspec.structs.replace(spec, int4=int4, fp8="" if int4 else choose_fp8(spec, model, target))
     check_pages(whole, target, cache)
     own = shard_spec(whole, parallel.tp)
     sizes = choose_sizes(own, model, schedule, target.device)
@@ -407,12 +419,38 @@ def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
             return "blocks"
 
 
+def choose_int4(spec: ModelSpec, model: ModelConfig, target: Target) -> Int4 | None:
+    """How the layers' matrices run in 4 bits: as the checkpoint has them, where there are kernels for it.
+    Elsewhere they are dequantised while loading."""
+    runs = target.captures(spec) and target.dtype.itemsize == 2
+    return spec.stored_int4 if runs and model.quantization == "auto" else None
+
+
 def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
     """Of one of so many ranks. Raises `ConfigError` where these do not divide the model."""
     own = spec.shard(ranks)
+    if own.int4 is not None:
+        _check_groups(own, own.int4)
     if ranks > 1 and own.fp8 == "blocks":
         _check_blocks(own, f"--tp {ranks} of FP8 in blocks", "--quantization none, or fewer ranks")
     return own
+
+
+def _check_groups(spec: ModelSpec, int4: Int4) -> None:
+    """Raises `ConfigError` for a rank's model some of whose matrices have a part of a group or of a word."""
+    inputs = {"hidden_size": spec.hidden, "queries": spec.q_size, "intermediate_size": spec.intermediate}
+    outputs = {"keys": spec.kv_size, "queries": spec.q_size, "intermediate_size": spec.intermediate}
+    odd = [
+        f"{name} ({n})" for name, n in inputs.items() if n % (int4.group or 1) or not span(n, int4.group or n)
+    ]
+    odd += [f"{name} ({n})" for name, n in outputs.items() if n % EIGHT and f"{name} ({n})" not in odd]
+    if odd:
+        of = f" of each of {spec.ranks} ranks" if spec.ranks > 1 else ""
+        size = max(int4.group, WORD * SPANS[-1])
+        raise ConfigError(
+            f"Weights of 4 bits are refused: {size} does not divide {', '.join(odd)}{of}. Use --quantization "
+            "none, which dequantises them" + (", or fewer ranks." if of else ".")
+        )
 
 
 def _check_blocks(spec: ModelSpec, asked: str, instead: str) -> None:

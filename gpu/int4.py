@@ -35,12 +35,11 @@ def span(inputs: int, group: int) -> int:
 
 def pack(numbers: Tensor, span: int) -> Tensor:
     """int16 [outputs, inputs / 4] of `numbers` [outputs, inputs], integers from 0 to 15."""
-    parts = numbers.view(len(numbers), -1, WORD, span).to(torch.int32)
+    parts = numbers.reshape(len(numbers), -1, WORD, span).to(torch.int16)
     words = parts[:, :, 0]
     for at in range(1, WORD):
         words = words | parts[:, :, at] << 4 * at
-    found: Tensor = words.flatten(1).to(torch.int16)
-    return found
+    return words.flatten(1)
 
 
 def unpack(words: Tensor, span: int) -> Tensor:
@@ -60,7 +59,7 @@ def restore(words: Tensor, scale: Tensor) -> Tensor:
 def expand(numbers: Tensor, scale: Tensor) -> Tensor:
     """float32 [outputs, inputs] of `numbers` [outputs, inputs] and `scale` [groups, outputs, 2]."""
     by, zero = scale.float().permute(2, 1, 0).unsqueeze(-1)
-    grouped = numbers.view(len(numbers), len(scale), -1).float()
+    grouped = numbers.reshape(len(numbers), len(scale), -1).float()
     found: Tensor = ((grouped - zero) * by).flatten(1)
     return found
 

@@ -107,7 +107,7 @@ def device_needs(
     outside it. Logits of all samples stand there three times: those of a graph, those that rows with options
     are sampled from, and what is set aside of these for log-probabilities.
     """
-    step = int(SLACK * step_tokens * _activation_bytes(spec, dtype))
+    step = int(SLACK * step_tokens * _activation_bytes(spec, dtype)) + _restored_bytes(spec, dtype)
     nodes = 6 * NODES if spec.transformers else NODES  # of a Qwen3-8B, which launches some 50 a layer there
     return Needs(
         graphs=step + graphs * spec.layers * nodes * NODE_BYTES,
@@ -130,6 +130,13 @@ def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     # Beside a product's input, what it was quantised to.
     coarse = max(3 * spec.hidden, spec.q_size, mlp) // 3 if spec.fp8 else 0
     return (3 * spec.hidden + 2 * spec.head_dim + max(attention, mlp)) * dtype.itemsize + coarse
+
+
+def _restored_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Of the largest matrix of 4 bits, which products of many rows turn into `dtype`."""
+    if spec.int4 is None:
+        return 0
+    return spec.hidden * max(spec.q_size + 2 * spec.kv_size, 2 * spec.intermediate) * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:
@@ -178,7 +185,7 @@ def plan_memory(
     parameters = spec.num_parameters()
     if spec.tied and needs is None and dtype == torch.float32:
         parameters += spec.vocab_rows * spec.hidden  # the packed head is a copy (`Decoder.seal`)
-    kinds = _name(FP8 if spec.fp8 else dtype)
+    kinds = _weight_name(spec, dtype)
     weights = loaded or _weight_bytes(spec, parameters, dtype)
     available += loaded
     if weights > available:
@@ -228,9 +235,17 @@ def _adapters(needs: Needs) -> str:
 
 
 def _weight_bytes(spec: ModelSpec, parameters: int, dtype: torch.dtype) -> int:
-    """Routers count as FP8 and scales not at all: under 0.1% together."""
-    tables = spec.table_parameters() if spec.fp8 else parameters
-    return tables * dtype.itemsize + (parameters - tables) * FP8.itemsize
+    """Routers count as FP8 and scales of FP8 not at all: under 0.1% together. Of 4 bits each group has a
+    scale and a zero point, and layers that a checkpoint excepts count as if it did not."""
+    tables = spec.table_parameters() if spec.held else parameters
+    each: float = FP8.itemsize
+    if (int4 := spec.int4) is not None:
+        each = 0.5 + (2 * dtype.itemsize / int4.group if int4.group else 0.0)
+    return tables * dtype.itemsize + int((parameters - tables) * each)
+
+
+def _weight_name(spec: ModelSpec, dtype: torch.dtype) -> str:
+    return "int4" if spec.int4 else _name(FP8 if spec.fp8 else dtype)
 
 
 def _budget(left: int, fraction: float, ranks: int, on_cpu: bool) -> int:

@@ -6,6 +6,7 @@ from core.models.sentence import sentence_pooling
 from core.models.spec import (
     Fp8,
     Implementation,
+    Int4,
     ModelSpec,
     MoeSpec,
     Norms,
@@ -19,6 +20,7 @@ __all__ = [
     "DraftSpec",
     "Fp8",
     "Implementation",
+    "Int4",
     "ModelSpec",
     "MoeSpec",
     "Norms",

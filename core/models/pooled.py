@@ -58,7 +58,7 @@ def roberta(fields: Fields) -> ModelSpec:
 
 
 def _encoder(fields: Fields, first_position: int) -> ModelSpec:
-    refuse_quantised(fields)
+    refuse_quantised(fields, int4=False)
     if fields.text("position_embedding_type", "absolute") != "absolute":
         raise fields.wrong("position_embedding_type", "absolute")
     if fields.flag("is_decoder"):

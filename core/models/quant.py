@@ -1,11 +1,13 @@
-"""Which quantised checkpoints can be read: 8-bit floats with a scale per tensor, channel or block."""
+"""Which quantised checkpoints can be read: 8-bit floats with a scale per tensor, channel or block, and 4-bit
+integers with a scale per group of inputs or per channel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from core.errors import ModelError
 from core.models.fields import Config
-from core.models.spec import Fp8
+from core.models.spec import Fp8, Int4
 
 BLOCK = 128
 """Rows and columns that share a scale in block-scaled checkpoints (DeepSeek V3, Qwen3-FP8)."""
@@ -20,7 +22,7 @@ def is_readable_fp8(config: Config) -> bool:
             return True
         case "compressed-tensors":
             groups = config.get("config_groups")
-            return isinstance(groups, Mapping) and all(_is_fp8(group) for group in groups.values())
+            return isinstance(groups, Mapping) and bool(groups) and all(map(_is_fp8, groups.values()))
         case _:
             return False
 
@@ -44,3 +46,127 @@ def _is_fp8(group: object) -> bool:
     if weights.get("strategy") == "block":
         return weights.get("block_structure") in (None, [BLOCK, BLOCK])
     return weights.get("strategy") in ("tensor", "channel")
+
+
+GROUPS = (32, 64, 128)
+"""Inputs that share a scale in 4-bit checkpoints."""
+
+_SERVED = (
+    "Served are FP8 (fp8, fbgemm_fp8, compressed-tensors) and 4 bits (awq, gptq, compressed-tensors "
+    "pack-quantized). Use one of these, the unquantised checkpoint or a .gguf file."
+)
+
+
+class _Scheme:
+    """The fields of a quantisation scheme. What is not served raises `ModelError` with the field's name."""
+
+    def __init__(self, config: Config, where: str = "quantization_config") -> None:
+        self._config, self._where = config, where
+
+    def want(self, name: str, *served: object, absent: object = None) -> object:
+        """The field, which must be one of `served`; `absent` where it is missing or null."""
+        found = self._config.get(name)
+        found = absent if found is None else found
+        if not any(found == each and type(found) is type(each) for each in served):
+            raise self.wrong(name, found, " or ".join(repr(each) for each in served))
+        return found
+
+    def wrong(self, name: str, found: object, served: str) -> ModelError:
+        """The error for a field of the value `found`."""
+        return ModelError(
+            f"config.json: {self._where}: {name} {found!r} is not served, {served} is. {_SERVED}"
+        )
+
+    def group(self) -> int:
+        """Inputs that share a scale, 0: all of an output."""
+        size = self.want("group_size", *GROUPS, -1)
+        assert isinstance(size, int)
+        return max(size, 0)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of names; none where it is missing."""
+        found = self._config.get(name) or []
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise self.wrong(name, found, "a list of names")
+        return tuple(found)
+
+    def inside(self, name: str) -> _Scheme:
+        """Those of the object `name`."""
+        found = self._config.get(name)
+        if not isinstance(found, Mapping):
+            raise self.wrong(name, found, "an object")
+        return _Scheme(found, f"{self._where}: {name}")
+
+    def inner(self) -> list[_Scheme]:
+        """Those of every object in here."""
+        return [self.inside(name) for name in self._config]
+
+
+def _awq(scheme: _Scheme) -> Int4:
+    scheme.want("bits", 4)
+    scheme.want("version", "gemm", "GEMM", absent="gemm")
+    scheme.want("zero_point", True, absent=True)
+    return Int4(format="awq", group=scheme.group(), plain=scheme.names("modules_to_not_convert"))
+
+
+def _gptq(scheme: _Scheme) -> Int4:
+    scheme.want("bits", 4)
+    if scheme.want("desc_act", False, True, absent=False):
+        raise scheme.wrong(
+            "desc_act",
+            True,
+            "false (groups of neighbouring inputs: others would have to be gathered in every product)",
+        )
+    scheme.want("lm_head", False, absent=False)
+    scheme.want("is_marlin_format", False, absent=False)
+    scheme.want("dynamic", {}, absent={})
+    scheme.want("modules_in_block_to_quantize", None)
+    kind = scheme.want("checkpoint_format", "gptq", "gptq_v2", absent="gptq")
+    return Int4(format="gptq_v2" if kind == "gptq_v2" else "gptq", group=scheme.group())
+
+
+def _pack_quantized(scheme: _Scheme) -> Int4:
+    scheme.want("format", "pack-quantized")
+    scheme.want("kv_cache_scheme", None)
+    ignored = scheme.names("ignore")
+    found: set[tuple[int, bool]] = set()
+    groups = scheme.inside("config_groups")
+    for one in groups.inner():
+        one.want("format", None, "pack-quantized")
+        one.want("targets", ["Linear"], absent=["Linear"])
+        one.want("input_activations", None)
+        one.want("output_activations", None)
+        weights = one.inside("weights")
+        weights.want("num_bits", 4)
+        weights.want("type", "int", absent="int")
+        weights.want("actorder", None, "weight", "static", False)
+        strategy = weights.want("strategy", "group", "channel", absent="group")
+        symmetric = weights.want("symmetric", True, False, absent=True)
+        found.add((weights.group() if strategy == "group" else 0, bool(symmetric)))
+    if len(found) != 1:
+        raise groups.wrong(
+            "weights", sorted(found), "one group_size and one value of symmetric for all layers"
+        )
+    if "lm_head" not in ignored and "re:.*lm_head" not in ignored:
+        raise scheme.wrong("ignore", list(ignored), "a list with 'lm_head', which stays as it is,")
+    ((group, symmetric),) = found
+    return Int4(format="pack-quantized", group=group, symmetric=symmetric, plain=ignored)
+
+
+_INT4: Mapping[object, Callable[[_Scheme], Int4]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _pack_quantized,
+}
+
+
+def read_int4(config: Config) -> Int4 | None:
+    """How 4-bit weights of a `quantization_config` lie in the files; None for FP8. Raises `ModelError` naming
+    the field that is not served and what is."""
+    if is_readable_fp8(config):
+        return None
+    scheme = _Scheme(config)
+    method = scheme.want("quant_method", *_INT4, "fp8", "fbgemm_fp8")
+    if method not in _INT4:
+        raise scheme.wrong("weight_block_size", config.get("weight_block_size"), f"{[BLOCK, BLOCK]} or null")
+    return _INT4[method](scheme)

@@ -14,9 +14,9 @@ import msgspec
 
 from core.errors import ModelError
 from core.models.fields import Fields
-from core.models.quant import fp8_scaling, is_readable_fp8
+from core.models.quant import fp8_scaling, read_int4
 from core.models.rope import read_rope, read_ropes
-from core.models.spec import ModelSpec, MoeSpec
+from core.models.spec import Int4, ModelSpec, MoeSpec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -264,7 +264,6 @@ def _with_experts(fields: Fields, spec: ModelSpec, moe: MoeSpec) -> ModelSpec:
 
 def _common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
     """What all families spell alike, with further `facts` of the spec."""
-    refuse_quantised(fields)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -289,16 +288,23 @@ def _common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         max_position=positions,
         dtype=dtype_of(fields),
         stored_fp8=fp8_scaling(fields.group("quantization_config")),
+        stored_int4=_stored_int4(fields),
         **facts,
     )
 
 
-def refuse_quantised(fields: Fields) -> None:
-    """Raise `ModelError` for safetensors that are quantised to what cannot be read."""
-    if fields.has("quantization_config") and not is_readable_fp8(fields.group("quantization_config")):
+def _stored_int4(fields: Fields) -> Int4 | None:
+    return read_int4(fields.group("quantization_config")) if fields.has("quantization_config") else None
+
+
+def refuse_quantised(fields: Fields, int4: bool = True) -> None:
+    """Raise `ModelError` for safetensors that are quantised to what cannot be read. `int4`: 4 bits are served
+    of this architecture."""
+    found = _stored_int4(fields)
+    if found is not None and not int4:
         raise ModelError(
-            "config.json: quantization_config: of quantised safetensors only FP8 is supported; "
-            "use the unquantised checkpoint or a .gguf file."
+            f"config.json: quantization_config: {found.format} is not served of {architecture_of(fields)}: "
+            "experts and encoders in 4 bits are not supported. Use an FP8 or the unquantised checkpoint."
         )
 
 

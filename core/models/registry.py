@@ -29,6 +29,8 @@ class Family(msgspec.Struct, frozen=True):
     """Parts of tensor names, and what stands here instead."""
     fused: Mapping[str, tuple[str, ...]] = {}
     """Matrices that a checkpoint stacks along the output, and what they are apart, in order."""
+    int4: bool = True
+    """Whether checkpoints in 4 bits are served."""
 
 
 _CLASSIFIES = "ForSequenceClassification"
@@ -59,6 +61,7 @@ FAMILIES: Mapping[str, Family] = {
         read.mixtral,
         renamed={".block_sparse_moe.": ".mlp."}
         | {f".{theirs}.": f".{ours}." for theirs, ours in _W123.items()},
+        int4=False,
     ),
     "Olmo2ForCausalLM": Family(read.olmo2),
     "Olmo3ForCausalLM": Family(read.olmo3),
@@ -66,18 +69,24 @@ FAMILIES: Mapping[str, Family] = {
         read.phi3,
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     ),
-    "Qwen2MoeForCausalLM": Family(read.qwen2_moe),
-    "Qwen3MoeForCausalLM": Family(read.qwen3_moe),
+    "Qwen2MoeForCausalLM": Family(read.qwen2_moe, int4=False),
+    "Qwen3MoeForCausalLM": Family(read.qwen3_moe, int4=False),
     "SmolLM3ForCausalLM": Family(read.smollm3),
     **{name + "ForCausalLM": Family(reader) for name, reader in _DECODERS.items()},
     **{name + "Model": Family(pooled.embedder(reader)) for name, reader in _DECODERS.items()},
     **{name + _CLASSIFIES: Family(pooled.classifier(reader)) for name, reader in _DECODERS.items()},
-    **{name + "Model": Family(reader, base, _POOLERS) for name, (reader, base, _) in _ENCODERS.items()},
     **{
-        name + _CLASSIFIES: Family(pooled.classifier(reader, "first"), base, unused)
+        name + "Model": Family(reader, base, _POOLERS, int4=False)
+        for name, (reader, base, _) in _ENCODERS.items()
+    },
+    **{
+        name + _CLASSIFIES: Family(pooled.classifier(reader, "first"), base, unused, int4=False)
         for name, (reader, base, unused) in _ENCODERS.items()
     },
 }
+
+UNLISTED = Family(unlisted.decoder, int4=False)
+"""Any decoder that transformers may have."""
 
 
 class Served(NamedTuple):
@@ -87,6 +96,8 @@ class Served(NamedTuple):
     task: Task
     fp8: bool
     """Also checkpoints in FP8, and FP8 while loading (`--quantization`)."""
+    int4: bool
+    """Also checkpoints in 4 bits: AWQ, GPTQ, and W4A16 of compressed-tensors."""
     gguf: bool
     """Also .gguf files."""
 
@@ -98,9 +109,10 @@ def served() -> list[Served]:
             name,
             "classify" if name.endswith(_CLASSIFIES) else "embed" if name.endswith("Model") else "generate",
             fp8=name.removesuffix(_CLASSIFIES).removesuffix("Model") not in _ENCODERS,
+            int4=family.int4,
             gguf=name in READ_FROM_GGUF,
         )
-        for name in sorted(FAMILIES)
+        for name, family in sorted(FAMILIES.items())
     ]
 
 
@@ -134,10 +146,10 @@ def runs_natively(config: Config, embeds: bool = False) -> bool:
     architecture or quantisation is not supported, before its weights are looked for. `embeds`: it lies in a
     sentence-transformers directory."""
     fields = Fields(pooled.without_lm_head(config) if embeds else config)
-    reader = _reader(fields, embeds)
-    if reader is unlisted.decoder:
+    family = _family(fields, embeds)
+    if family is UNLISTED:
         return False
-    read.refuse_quantised(fields)
+    read.refuse_quantised(fields, family.int4)
     return True
 
 
@@ -150,15 +162,18 @@ def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
     if pooling is not None:
         config = pooled.without_lm_head(config)
     fields = Fields(config)
-    spec = _reader(fields, pooling is not None)(fields)
+    family = _family(fields, pooling is not None)
+    if family is not UNLISTED:
+        read.refuse_quantised(fields, family.int4)
+    spec = family.read(fields)
     if pooling is not None and spec.task == "embed":
         return msgspec.structs.replace(spec, pooling=pooling)
     return spec
 
 
-def _reader(fields: Fields, embeds: bool) -> Callable[[Fields], ModelSpec]:
-    """What reads a config: its family, or what reads any decoder that transformers may have."""
+def _family(fields: Fields, embeds: bool) -> Family:
+    """The family of a config, or `UNLISTED`."""
     architecture = read.architecture_of(fields)
     if architecture in FAMILIES or embeds or not architecture.endswith(unlisted.GENERATES):
-        return family_of(architecture).read
-    return unlisted.decoder
+        return family_of(architecture)
+    return UNLISTED

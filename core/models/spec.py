@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -21,6 +22,9 @@ Implementation = Literal["native", "transformers"]
 Fp8 = Literal["", "rows", "blocks"]
 """How e4m3 matrices are scaled: by a number for each output, or for each block of 128 x 128; "": not e4m3."""
 
+Int4Format = Literal["awq", "gptq", "gptq_v2", "pack-quantized"]
+"""Whose tensors hold 4-bit weights. GPTQ's first format has zero points less 1."""
+
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 QkNorm = Literal["", "head", "all"]
@@ -30,6 +34,28 @@ together; "": none."""
 
 Norms = Literal["before", "behind", "both"]
 """Where attention and MLP are normed: what goes in, what comes out and joins the residual, or both."""
+
+
+class Int4(msgspec.Struct, frozen=True, kw_only=True):
+    """Matrices of 4-bit integers, w = (number - zero) x scale."""
+
+    format: Int4Format
+    group: int
+    """Inputs that share a scale and a zero point; 0: all inputs of an output."""
+    symmetric: bool = False
+    """There are no zero points: they are 8."""
+    plain: tuple[str, ...] = ()
+    """Layers that are not quantised: parts of their names; of pack-quantized whole names, or regular
+    expressions behind "re:"."""
+
+    def has(self, name: str) -> bool:
+        """Whether the layer of that name is quantised."""
+        if self.format != "pack-quantized":
+            return not any(each in name for each in self.plain)
+        return not any(
+            re.match(each.removeprefix("re:"), name) if each.startswith("re:") else each == name
+            for each in self.plain
+        )
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +186,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of a model that runs through transformers, counted: `num_parameters`."""
     uncaptured: bool = False
     """Its forward waits for the device, so that no CUDA graph can hold it."""
+    stored_int4: Int4 | None = None
+    """How the checkpoint's matrices lie if they have 4 bits."""
+    int4: Int4 | None = None
+    """As `fp8`: the layers' matrices have 4 bits while serving, those that the checkpoint has so."""
     ranks: int = 1
     """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""
     kv_copies: int = 1
@@ -179,6 +209,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def implementation(self) -> Implementation:
         """Whose layers run."""
         return "transformers" if self.transformers else "native"
+
+    @property
+    def held(self) -> Fp8 | Int4:
+        """How the layers' matrices are held while serving; "": in the dtype of the computation."""
+        return self.int4 or self.fp8
 
     @property
     def causal(self) -> bool:

@@ -28,9 +28,9 @@ class Attention:
         self._heads = (spec.heads, spec.kv_heads)
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         heads = COLUMN._replace(copies=dict.fromkeys(("k_proj", "v_proj"), spec.kv_copies))
-        self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.fp8, heads)
+        self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.held, heads)
         out = {"o_proj": spec.hidden}
-        self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.fp8, ROW)
+        self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.held, ROW)
         self._norms: HeadNorms | None = None
         self._wide: WideNorms | None = None
         names = f"{prefix}q_norm.weight", f"{prefix}k_norm.weight"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from core.models import Fp8
+from core.models import Fp8, Int4
+from gpu.int4 import WORD, span
 from gpu.lora import LoraMatrix
 from gpu.ops.base import Matrix, Ops
 from gpu.ops.plain import gate
@@ -38,17 +39,15 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         bias: bool = False,
-        fp8: Fp8 = "",
+        held: Fp8 | Int4 = "",
     ) -> None:
-        """`fp8`: hold the weight so, if its sides allow."""
+        """`held`: hold the weight so, if its sides allow."""
         outputs = sum(parts.values())
-        scales = scale_shape(fp8, list(parts.values()), inputs)
         self._packed = False
         self._parts = dict(parts)
+        weight, scale = _empty(list(parts.values()), inputs, held, dtype, device)
         self.matrix = Matrix(
-            torch.empty(outputs, inputs, dtype=FP8 if scales else dtype, device=device),
-            torch.empty(outputs, dtype=dtype, device=device) if bias else None,
-            torch.empty(scales, dtype=torch.float32, device=device) if scales else None,
+            weight, torch.empty(outputs, dtype=dtype, device=device) if bias else None, scale
         )
 
     def __call__(self, x: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
@@ -99,16 +98,37 @@ class Linear:
             self.matrix, self._packed = self.matrix._replace(weight=packed), True
 
     def places(self, prefix: str) -> Places:
-        """`{prefix}{part}.weight`, `.weight_scale` and `.bias` of every part."""
+        """`{prefix}{part}.weight`, `.weight_scale` and `.bias` of every part. Of 4 bits the scales of a part
+        are [outputs, groups, 2], not contiguous."""
         found: Places = {}
         weight, bias, scale, _ = self.matrix
         first, outputs = 0, len(weight)
         for name, size in self._parts.items():
             found[f"{prefix}{name}.weight"] = weight[first : first + size]
             if scale is not None:
-                each = outputs // len(scale)
-                found[f"{prefix}{name}.weight_scale"] = scale[first // each : (first + size) // each]
+                each = 1 if self.matrix.is_int4 else outputs // len(scale)
+                of_outputs = scale.transpose(0, 1) if self.matrix.is_int4 else scale
+                part = of_outputs[first // each : (first + size) // each]
+                found[f"{prefix}{name}.weight_scale"] = part
             if bias is not None:
                 found[f"{prefix}{name}.bias"] = bias[first : first + size]
             first += size
         return found
+
+
+def _empty(
+    parts: list[int], inputs: int, held: Fp8 | Int4, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight, and its scale where it has one."""
+    outputs = sum(parts)
+    if isinstance(held, Int4):
+        group = held.group or inputs
+        if inputs % group == 0 and span(inputs, group):
+            return (
+                torch.empty(outputs, inputs // WORD, dtype=torch.int16, device=device),
+                torch.empty(inputs // group, outputs, 2, dtype=dtype, device=device),
+            )
+    elif (scales := scale_shape(held, parts, inputs)) is not None:
+        scale = torch.empty(scales, dtype=torch.float32, device=device)
+        return torch.empty(outputs, inputs, dtype=FP8, device=device), scale
+    return torch.empty(outputs, inputs, dtype=dtype, device=device), None

@@ -17,8 +17,8 @@ class Mlp:
         self._activation = spec.activation
         up = {"gate_proj": spec.intermediate, "up_proj": spec.intermediate}
         down = {"down_proj": spec.hidden}
-        self._gate_up = parameters.linear(prefix, spec.hidden, up, spec.mlp_bias, spec.fp8, COLUMN)
-        self._down = parameters.linear(prefix, spec.intermediate, down, spec.mlp_bias, spec.fp8, ROW)
+        self._gate_up = parameters.linear(prefix, spec.hidden, up, spec.mlp_bias, spec.held, COLUMN)
+        self._down = parameters.linear(prefix, spec.intermediate, down, spec.mlp_bias, spec.held, ROW)
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""

@@ -91,8 +91,8 @@ class SharedExpert:
     def __init__(self, spec: ModelSpec, width: int, prefix: str, parameters: Parameters) -> None:
         self._activation = spec.activation
         own, up = f"{prefix}shared_expert.", {"gate_proj": width, "up_proj": width}
-        self._gate_up = parameters.linear(own, spec.hidden, up, fp8=spec.fp8)
-        self._down = parameters.linear(own, width, {"down_proj": spec.hidden}, fp8=spec.fp8)
+        self._gate_up = parameters.linear(own, spec.hidden, up, held=spec.held)
+        self._down = parameters.linear(own, width, {"down_proj": spec.hidden}, held=spec.held)
         self._gate = parameters.linear(prefix, spec.hidden, {"shared_expert_gate": 1})
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:

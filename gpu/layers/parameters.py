@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from core.models import Fp8
+from core.models import Fp8, Int4
 from gpu.layers.linear import Linear, Places
 from gpu.lora import Adaptable, LoraShape
 from gpu.shard import ALONE, Shard, Slice, Split, slice_of
@@ -49,19 +49,20 @@ class Parameters:
         inputs: int,
         parts: Mapping[str, int],
         bias: bool = False,
-        fp8: Fp8 = "",
+        held: Fp8 | Int4 = "",
         split: Split | None = None,
     ) -> Linear:
         """See `Linear`. `prefix` stands before the names of its parts. Sizes are those of the rank, whose
-        matrix is the part by `split`; None: each rank has all of it."""
+        matrix is the part by `split`; None: each rank has all of it. Where one of the parts does not have 4
+        bits none has."""
         partial = split is not None and split.dim == 1
+        if isinstance(held, Int4) and not all(held.has(prefix + part) for part in parts):
+            held = ""
         linear = Linear(
-            inputs, parts, self.dtype, self.device, bias and not (partial and self.shard.rank), fp8
+            inputs, parts, self.dtype, self.device, bias and not (partial and self.shard.rank), held
         )
         self.linears.append(linear)
-        for name, view in linear.places(prefix).items():
-            part = name.removeprefix(prefix).rpartition(".")[0]
-            self.place(name, view, split, 1 if split is None else split.copies.get(part, 1))
+        self._place_parts(linear, prefix, inputs, parts, split)
         if partial and bias and self.shard.rank:
             # Of a sum one rank adds the bias. The others know its name and take nothing of it.
             for name, size in parts.items():
@@ -71,6 +72,20 @@ class Parameters:
         slices = {name: self.slices[f"{name}.weight"] for name in names if f"{name}.weight" in self.slices}
         self.adaptable.append(Adaptable(LoraShape(names, inputs, slices=slices), linear.adapt))
         return linear
+
+    def _place_parts(
+        self, linear: Linear, prefix: str, inputs: int, parts: Mapping[str, int], split: Split | None
+    ) -> None:
+        for name, view in linear.places(prefix).items():
+            part, _, kind = name.removeprefix(prefix).rpartition(".")
+            copies = 1 if split is None else split.copies.get(part, 1)
+            if kind == "bias" or not linear.matrix.is_int4:
+                self.place(name, view, split, copies)
+                continue
+            self.places[name] = view
+            if kind == "weight" and split is not None and self.shard.ranks > 1:
+                # What the rank has of words and scales is said of the weights that they stand for.
+                self.slices[name] = slice_of(self.shard, (parts[part], inputs), split, copies)
 
     def place(self, name: str, view: torch.Tensor, split: Split | None = None, copies: int = 1) -> None:
         """Fill `view` with the rank's part of the tensor `name`: all of it without `split`, or where the

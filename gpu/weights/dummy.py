@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 
+from gpu.int4 import WORD, pack, quantise, span
 from gpu.layers.linear import Places
 from gpu.quant import FP8, quantise_like
 from gpu.shard import Slices
@@ -16,9 +17,10 @@ def fill_dummy(places: Places, device: torch.device, slices: Slices = MappingPro
     gets its `slices` of what one alone would have."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def drawn(place: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def drawn(place: torch.Tensor, name: str, dtype: torch.dtype, each: int = 1) -> torch.Tensor:
+        """Of a place whose entries stand for `each` inputs."""
         own = slices.get(name)
-        shape = place.shape if own is None else own.shape
+        shape = (*place.shape[:-1], place.shape[-1] * each) if own is None else own.shape
         whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
         return whole if own is None else own.of(whole)
 
@@ -28,6 +30,12 @@ def fill_dummy(places: Places, device: torch.device, slices: Slices = MappingPro
             numbers, scales = quantise_like(drawn(place, name, torch.bfloat16), scale)
             place.copy_(numbers)
             scale.copy_(scales)
+        elif place.dtype == torch.int16:
+            weight, scale = drawn(place, name, torch.bfloat16, WORD), places[name + "_scale"]
+            group = weight.shape[1] // scale.shape[1]
+            numbers, scales = quantise(weight, group)
+            place.copy_(pack(numbers, span(weight.shape[1], group)))
+            scale.copy_(scales.transpose(0, 1))
         elif name.endswith("weight_scale"):
             continue  # its weight's
         elif place.dim() == 1 and name.endswith(".weight"):  # a norm's

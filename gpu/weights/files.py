@@ -11,10 +11,12 @@ from safetensors import SafetensorError, safe_open
 
 from core.env import read_object
 from core.errors import ModelError
+from core.models import Int4
 from gpu.quant import FP8
 from gpu.thread import device_thread
 from gpu.weights.fill import Filler
 from gpu.weights.fp8 import SCALES, as_place_scale, dequantise, is_scale
+from gpu.weights.int4 import is_beside, layer_of, read_packed
 from gpu.weights.stage import readers
 
 _RUN = 32
@@ -27,13 +29,19 @@ Task = Callable[[Callable[[], None]], None]
 """Reads some tensors; calls its argument after each."""
 
 
-def fill_from_safetensors(filler: Filler, directory: Path, device: torch.device, progress: Progress) -> None:
-    """Fill from a Hugging Face directory. Raises `ModelError` naming the file that is missing,
-    truncated or not in the format."""
+def fill_from_safetensors(
+    filler: Filler,
+    directory: Path,
+    device: torch.device,
+    progress: Progress,
+    int4: Int4 | None = None,
+) -> None:
+    """Fill from a Hugging Face directory, whose weights of 4 bits lie as `int4` says. Raises `ModelError`
+    naming the file that is missing, truncated or not in the format."""
     files = names_by_file(directory)
     holders = {name: path for path, names in files.items() for name in names}
     tasks = [
-        _reader(filler, path, names[first : first + _RUN], holders)
+        _reader(filler, path, names[first : first + _RUN], holders, int4)
         for path, names in files.items()
         for first in range(0, len(names), _RUN)
     ]
@@ -68,24 +76,55 @@ def run_tasks(
             pool.shutdown(cancel_futures=True)
 
 
-def _reader(filler: Filler, path: Path, names: list[str], holders: Mapping[str, Path]) -> Task:
+def _reader(
+    filler: Filler, path: Path, names: list[str], holders: Mapping[str, Path], int4: Int4 | None
+) -> Task:
     """Reads `names` of the file at `path`; `holders` says where every other tensor is."""
 
     def read(tick: Callable[[], None]) -> None:
         with open_file(path) as file:
             for name in names:
                 try:
-                    if not is_scale(name) and filler.wants(name, file.get_slice(name).get_shape()):
-                        tensor = file.get_tensor(name)
-                        if tensor.dtype == FP8:
-                            _put_fp8(filler, name, tensor, _scale(name, holders))
-                        else:
-                            filler.put(name, tensor)
+                    if int4 is None or not _read_int4(filler, file, name, holders, int4):
+                        _read(filler, file, name, holders)
                 except SafetensorError as error:
                     raise ModelError(f"{path}: cannot read {name}: {error}.") from error
                 tick()
 
     return read
+
+
+def _read(filler: Filler, file: safe_open, name: str, holders: Mapping[str, Path]) -> None:
+    if not is_scale(name) and filler.wants(name, file.get_slice(name).get_shape()):
+        tensor = file.get_tensor(name)
+        if tensor.dtype == FP8:
+            _put_fp8(filler, name, tensor, _scale(name, holders))
+        else:
+            filler.put(name, tensor)
+
+
+def _read_int4(filler: Filler, file: safe_open, name: str, holders: Mapping[str, Path], int4: Int4) -> bool:
+    """Read the layer whose numbers the tensor `name` has, with what lies beside them. False for a tensor that
+    has nothing to do with 4 bits."""
+    if not (layer := layer_of(int4, name)):
+        # AutoGPTQ writes zeros where a layer has no bias.
+        surplus = name.endswith(".bias") and filler.whole(name) is None
+        return is_beside(int4, name) or (surplus and not file.get_tensor(name).any())
+    weight = f"{layer}.weight"
+    if (shape := filler.whole(weight)) is None:
+        filler.wants(weight, ())  # which takes note of it
+        return True
+    beside = [each for each in holders if each.startswith(f"{layer}.") and is_beside(int4, each)]
+    tensors = {each.rpartition(".")[2]: _tensor(each, holders) for each in (name, *beside)}
+    filler.put_int4(weight, read_packed(int4, layer, shape, tensors))
+    return True
+
+
+def _tensor(name: str, holders: Mapping[str, Path]) -> torch.Tensor:
+    """One that may lie in another shard."""
+    with open_file(holders[name]) as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _put_fp8(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
@@ -101,10 +140,8 @@ def _put_fp8(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tenso
 def _scale(name: str, holders: Mapping[str, Path]) -> torch.Tensor:
     """The scale of an FP8 weight, which may lie in another shard."""
     for suffix in SCALES:
-        if (path := holders.get(name + suffix)) is not None:
-            with open_file(path) as file:
-                scale: torch.Tensor = file.get_tensor(name + suffix)
-            return scale
+        if name + suffix in holders:
+            return _tensor(name + suffix, holders)
     raise ModelError(f"{name} is FP8 without a scale: neither {' nor '.join(name + s for s in SCALES)}.")
 
 

@@ -9,10 +9,13 @@ from typing import NamedTuple
 import torch
 
 from core.errors import ModelError
+from gpu.int4 import WORD
 from gpu.layers.linear import Places
 from gpu.quant import FP8
 from gpu.shard import Slices
 from gpu.weights.fp8 import store
+from gpu.weights.int4 import Packed, dequantise
+from gpu.weights.int4 import store as store_int4
 from gpu.weights.stage import Copy
 
 _NOT_WEIGHTS = ("rotary_emb.inv_freq", "embeddings.position_ids")
@@ -91,12 +94,20 @@ class Filler:
         if any(part not in self._places for part in parts):
             self._unexpected.append(name)
             return False
-        rows, (_, *rest) = sum(self._whole(part)[0] for part in parts), self._whole(parts[0])
-        if shape != (wanted := (rows, *rest)):
+        if shape != (wanted := self.whole(name)):
+            assert wanted is not None
             self._misshapen.append(f"{name} {list(shape)} instead of {list(wanted)}")
             self._filled |= dict.fromkeys(parts)
             return False
         return True
+
+    def whole(self, name: str) -> tuple[int, ...] | None:
+        """The shape that the checkpoint's weight `name` must have; None where it belongs to nothing here."""
+        parts = self._parts(name) or [self._place_name(name)]
+        if any(part not in self._places for part in parts):
+            return None
+        rows, (_, *rest) = sum(self._whole(part)[0] for part in parts), self._whole(parts[0])
+        return (rows, *rest)
 
     def _parts(self, name: str) -> list[str]:
         """The places of a fused matrix; none of any other."""
@@ -127,11 +138,38 @@ class Filler:
         else:
             self._put(self._place_name(name), tensor, scale)
 
+    def put_int4(self, name: str, packed: Packed) -> None:
+        """`put` of a weight of 4 bits, as the checkpoint has it. Where its place has other numbers it is
+        dequantised."""
+        first = 0
+        for part in self._parts(name) or [self._place_name(name)]:
+            size = self._whole(part)[0]
+            own = packed.part(0, first, size)
+            if self._places[part].dtype == torch.int16:
+                self._put_words(part, own)
+            else:
+                self._put(part, dequantise(own), None)
+            first += size
+
+    def _put_words(self, name: str, packed: Packed) -> None:
+        """`put_int4` into the place `name`."""
+        if name in self._filled:
+            raise ModelError(f"The checkpoint holds {name} twice.")
+        if (part := self._slices.get(name)) is not None:
+            packed = packed.part(part.dim, part.start, part.size)
+        store_int4(self._places[name], self._places[name + "_scale"], packed, self._copy)
+        self._filled |= dict.fromkeys((name, name + "_scale"))
+
     def _put(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
         """`put` into the place `name`."""
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
         place = self._places[name]
+        if place.dtype == torch.int16:
+            raise ModelError(
+                f"{name} is not quantised, and quantization_config does not except it: --quantization none "
+                "runs the whole checkpoint in 16 bits."
+            )
         if (part := self._slices.get(name)) is not None:
             tensor = part.of(tensor)
         if place.dtype == FP8:
@@ -151,8 +189,15 @@ class Filler:
 
     def _whole(self, name: str) -> tuple[int, ...]:
         """The shape of the checkpoint's tensor for a place."""
-        part = self._slices.get(name)
-        return tuple(self._places[name].shape) if part is None else part.shape
+        if (part := self._slices.get(name)) is not None:
+            return part.shape
+        outputs, *rest = self._places[name].shape
+        # Of 4 bits a place has words.
+        return (
+            (outputs, *(size * WORD for size in rest))
+            if self._places[name].dtype == torch.int16
+            else (outputs, *rest)
+        )
 
     def _place_name(self, name: str) -> str:
         """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""

@@ -48,7 +48,7 @@ def load_model(
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)
         else:
-            fill_from_safetensors(filler, source, device, progress)
+            fill_from_safetensors(filler, source, device, progress, spec.stored_int4)
         filler.finish(str(source))
         if spec.norm_offset and source.suffix != ".gguf":  # whose converter has added it
             for name, place in places.items():

@@ -89,9 +89,13 @@ def test_models_lists_what_is_served() -> None:
     assert [row[0] for row in rows] == sorted(FAMILIES)
     table = {name: tuple(row) for name, *row in rows}
     assert table["Qwen3MoeForCausalLM"] == ("generate", "native", "safetensors, fp8, gguf")
-    assert table["Phi3ForCausalLM"] == ("generate", "native", "safetensors, fp8")
+    assert table["Phi3ForCausalLM"] == ("generate", "native", "safetensors, fp8, awq, gptq, w4a16")
     assert table["BertModel"] == ("embed", "native", "safetensors")
-    assert table["Qwen2ForSequenceClassification"] == ("classify", "native", "safetensors, fp8")
+    assert table["Qwen2ForSequenceClassification"] == (
+        "classify",
+        "native",
+        "safetensors, fp8, awq, gptq, w4a16",
+    )
     assert others == ["other", "...ForCausalLM", "generate", "transformers  safetensors"]
     assert run("models", "--port", "1").returncode == 2
 

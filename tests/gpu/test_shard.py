@@ -100,8 +100,8 @@ def test_fp8_and_its_scales_are_sliced_alike(kind: str) -> None:
     for rank in range(2):
         parameters = Parameters(torch.bfloat16, CPU, Shard(rank, 2))
         fp8 = "rows" if kind == "rows" else "blocks"
-        parameters.linear("", 256, {"up": 256}, fp8=fp8, split=COLUMN)  # type: ignore[arg-type]
-        parameters.linear("", 128, {"down": 512}, fp8=fp8, split=ROW)  # type: ignore[arg-type]
+        parameters.linear("", 256, {"up": 256}, held=fp8, split=COLUMN)  # type: ignore[arg-type]
+        parameters.linear("", 128, {"down": 512}, held=fp8, split=ROW)  # type: ignore[arg-type]
         filler = Filler(parameters.places, copier(CPU), slices=parameters.slices)
         for name in ("up.weight", "down.weight"):
             assert filler.wants(name, (512, 256)) and filler.scale_shape(name) == tuple(scale.shape)
