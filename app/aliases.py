@@ -100,6 +100,10 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": _HALF,
     "--generation-config": {"vllm": "none"},
     "--kv-dtype": {"fp8_e4m3": "fp8"},
+    # What a checkpoint is says its config.json.
+    "--quantization": dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), "auto"
+    ),
     "--tool-parser": _TOOLS,
     "--reasoning-parser": _REASONING,
     "--speculative-algorithm": ALGORITHMS,

@@ -56,8 +56,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "fp8", "fp8-blocks"],
-        "quantization of linear layers on a GPU; auto: FP8 if the checkpoint is, with its "
-        "scales; fp8: per channel unless it has scales; fp8-blocks: per 128 x 128; none: dequantise",
+        "quantization of linear layers on a GPU; auto: that of the checkpoint (FP8; 4 bits of AWQ, GPTQ or "
+        "W4A16); fp8: per channel unless it has scales; fp8-blocks: per 128 x 128; none: dequantise",
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],

@@ -156,11 +156,13 @@ class Steps(NamedTuple):
 
 
 def cut(model: Path, layers: int, dtype: str, fp8: Fp8) -> ModelSpec:
-    """A spec with the first layers of a model; `model` is a directory with a config.json."""
+    """A spec with the first layers of a model, in 4 bits where the checkpoint is; `model` is a directory with
+    a config.json."""
     spec = spec_of(model)
     windows = frozenset(layer for layer in spec.window_layers if layer < layers)
     dtype = dtype or spec.dtype
-    return msgspec.structs.replace(spec, layers=layers, window_layers=windows, dtype=dtype, fp8=fp8)
+    spec = msgspec.structs.replace(spec, layers=layers, window_layers=windows, dtype=dtype, fp8=fp8)
+    return spec if fp8 else msgspec.structs.replace(spec, int4=spec.stored_int4)
 
 
 class Layers(NamedTuple):

@@ -180,7 +180,7 @@ def test_no_bound_is_no_bound() -> None:
         ("--tp-size 0", ["--tp-size", "0"]),
         ("--dp-size 0", ["--dp-size", "0"]),
         ("--tensor-parallel-size", ["--tensor-parallel-size"]),
-        ("--quantization awq", ["--quantization", "awq"]),
+        ("--quantization bitsandbytes", ["--quantization", "bitsandbytes"]),
         ("--tool-call-parser seed_oss", ["--tool-call-parser", "seed_oss", "hermes"]),
         ("--max-num-seqs many", ["--max-num-seqs", "many"]),
         ("--kv-cache-dtype fp8_e5m2", ["--kv-cache-dtype", "fp8_e5m2"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ from gpu.weights import load_model
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.attention import NAN, PAGE, EagerAttention
+from tests.rigs.int4_files import KINDS, WIDE, Kind, quantise
 from tests.rigs.padding import PAGES, padded
 from tests.rigs.runner import CPU, GREEDY
 from tests.rigs.views import Views
@@ -51,19 +53,22 @@ pytestmark = pytest.mark.skipif(
 ROWS = 4
 
 
-def build(variant: str, folder: Path) -> Path:
+def build(variant: str, folder: Path, **more: Any) -> Path:
     """A checkpoint of two layers, because the interpreter is slow."""
-    windowed = variant in ("gemma3", "olmo3", "qwen3-window")
-    more = {"layer_types": ["sliding_attention", "full_attention"]} if windowed else {}
-    return tiny_model.build(variant, folder, num_hidden_layers=2, **more).path
+    if variant in ("gemma3", "olmo3", "qwen3-window"):
+        more["layer_types"] = ["sliding_attention", "full_attention"]
+    return tiny_model.build(variant, folder, **{"num_hidden_layers": 2, **more}).path
 
 
 class Both:
     """A model with two pools, one per set of operations, under one page table."""
 
-    def __init__(self, variant: str, folder: Path, fp8: Fp8 = "") -> None:
-        path = build(variant, folder)
-        spec = self.spec = msgspec.structs.replace(spec_of(path), fp8=fp8)
+    def __init__(self, variant: str, folder: Path, fp8: Fp8 = "", int4: Kind | None = None) -> None:
+        path = build(variant, folder, **WIDE if int4 else {})
+        if int4 is not None:
+            quantise(path, int4)
+        spec = spec_of(path)
+        spec = self.spec = msgspec.structs.replace(spec, fp8=fp8, int4=spec.stored_int4)
         self.model = load_model(spec, path, torch.float32, CPU)
         shape = (spec.layers, ROWS * PAGES + 1, PAGE, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
         self.plain, self.fused = KvPool(*shape), KvPool(*shape)
@@ -209,6 +214,20 @@ def test_fp8_weights(variant: str, fp8: Fp8, count: int, tmp_path: Path) -> None
         got = both.model.forward(ForwardContext(view.positions, TritonOps(view, both.kernels)), view.ids)
     near = F.cosine_similarity(got[:count], want, dim=-1)
     assert near.min() > 0.99, near
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_weights_of_4_bits(counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few and of more rows, and of so many that a product is one of weights with all their bits; also on a
+    device without counters, where inputs are not split."""
+    monkeypatch.setattr("gpu.kernels.gemm.int4.MOST_ROWS", 40)
+    both = Both("qwen2", tmp_path, int4=KINDS["awq"])
+    counters = split_k_counters(CPU) if counted else None
+    both.kernels = both.kernels._replace(counters=counters)
+    both.step(begins(1, 1, 20), 22)
+    both.step(StepPlan(2, ints([1])), 1)
+    both.step(begins(3, 2, 41), 50)
+    assert counters is None or not counters.any()
 
 
 def test_adapters() -> None:
