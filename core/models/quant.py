@@ -3,6 +3,7 @@ integers with a scale per group of inputs or per channel."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from core.errors import ModelError
@@ -90,9 +91,10 @@ class _Scheme:
             raise self.wrong(name, found, "a list of names")
         return tuple(found)
 
-    def inside(self, name: str) -> _Scheme:
-        """Those of the object `name`."""
+    def inside(self, name: str, absent: Config | None = None) -> _Scheme:
+        """Those of the object `name`; `absent` where it is missing."""
         found = self._config.get(name)
+        found = absent if found is None else found
         if not isinstance(found, Mapping):
             raise self.wrong(name, found, "an object")
         return _Scheme(found, f"{self._where}: {name}")
@@ -119,6 +121,7 @@ def _gptq(scheme: _Scheme) -> Int4:
         )
     scheme.want("lm_head", False, absent=False)
     scheme.want("is_marlin_format", False, absent=False)
+    scheme.want("pack_dtype", "int32", absent="int32")
     scheme.want("dynamic", {}, absent={})
     scheme.want("modules_in_block_to_quantize", None)
     kind = scheme.want("checkpoint_format", "gptq", "gptq_v2", absent="gptq")
@@ -128,7 +131,14 @@ def _gptq(scheme: _Scheme) -> Int4:
 def _pack_quantized(scheme: _Scheme) -> Int4:
     scheme.want("format", "pack-quantized")
     scheme.want("kv_cache_scheme", None)
+    scheme.want("transform_config", {}, absent={})
+    scheme.inside("sparsity_config", {}).want("format", "dense", absent="dense")
     ignored = scheme.names("ignore")
+    for each in ignored:
+        try:
+            re.compile(each)
+        except re.error as error:
+            raise scheme.wrong("ignore", each, f"a regular expression ({error})") from error
     found: set[tuple[int, bool]] = set()
     groups = scheme.inside("config_groups")
     for one in groups.inner():
@@ -147,7 +157,7 @@ def _pack_quantized(scheme: _Scheme) -> Int4:
         raise groups.wrong(
             "weights", sorted(found), "one group_size and one value of symmetric for all layers"
         )
-    if "lm_head" not in ignored and "re:.*lm_head" not in ignored:
+    if not any("lm_head" in each for each in ignored):
         raise scheme.wrong("ignore", list(ignored), "a list with 'lm_head', which stays as it is,")
     ((group, symmetric),) = found
     return Int4(format="pack-quantized", group=group, symmetric=symmetric, plain=ignored)

@@ -265,6 +265,9 @@ REFUSED = {
     "w8a16": (scheme(num_bits=8), "num_bits 8"),
     "w4a16 by tensor": (scheme(strategy="tensor"), "strategy 'tensor' is not served, 'group' or 'channel'"),
     "w4a16 with act-order": (scheme(actorder="group"), "actorder 'group'"),
+    "sparse": (changed(pack_quantized, sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24"),
+    "rotated": (changed(pack_quantized, transform_config={"config_groups": {}}), "transform_config"),
+    "no expression": (changed(pack_quantized, ignore=["lm_head", "re:("]), "ignore 're:"),
     "head of w4a16": (changed(pack_quantized, ignore=[]), "ignore"),
     "fp8 by 64": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
 }  # fmt: skip

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from bench.kernels.inputs import LINEARS, error
@@ -83,6 +87,34 @@ def test_a_cut_fits_what_it_cuts(name: str, rows: int) -> None:
     assert inputs // (4 * span(inputs, 128)) % cut.split == 0
     assert tiles <= COUNTERS and tiles * cut.split >= 90
     assert int4_config(MOST_ROWS + 1, words, scale, gated) is None
+
+
+@pytest.fixture
+def instructions(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `_numbers` asks a GPU for, which the interpreter does not run: by Triton's own operations."""
+
+    def run(asm: Any, _: str, words: Any, *, dtype: Any, **__: object) -> Any:
+        text = getattr(asm, "value", asm)
+        shift = int(re.search(r"shr\.b32 t, \$1, (\d+);", text)[1])  # type: ignore[index]
+        base = int(re.search(r"mov\.b32 base, 0x(....)", text)[1], 16)  # type: ignore[index]
+        assert "lop3.b32 t, t, 0x000f000f, base, 0xea;" in text
+        return (((words[0] >> shift) & 15) | base).to(tl.int16).to(dtype, bitcast=True)
+
+    if device.type == "cpu":
+        monkeypatch.setattr(tl, "inline_asm_elementwise", run)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.usefixtures("instructions")
+def test_float16(rows: int, device: torch.device) -> None:
+    """Scale and zero point come as one number of 32 bits, and numbers as those of a mantissa."""
+    words, scale, bias = packed(64, 256, 32, device, torch.float16)
+    x = torch.randn(rows, 256, device=device).half()
+    cut = Int4Config(64, 2, 4, 3)
+    found = int4_gemm(x, words, scale, bias, cut, split_k_counters(device))
+    want = F.linear(x.double(), restore(words, scale).double(), bias.double())
+    assert error(found, want) < 2e-3
+    assert error(int4_restore(words, scale), restore(words, scale)) < 1e-3
 
 
 @pytest.mark.parametrize(("base", "kind"), [(0x4300, torch.bfloat16), (0x6400, torch.float16)])
