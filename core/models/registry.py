@@ -14,7 +14,7 @@ from core.errors import ModelError
 from core.models import pooled, read, unlisted
 from core.models.fields import Config, Fields
 from core.models.gguf import READ_FROM_GGUF
-from core.models.spec import ModelSpec, PoolingSpec, Task
+from core.models.spec import Int4, ModelSpec, PoolingSpec, Task
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -153,6 +153,17 @@ def runs_natively(config: Config, embeds: bool = False) -> bool:
     return True
 
 
+def _by_our_names(int4: Int4, family: Family) -> Int4:
+    """Layers that are not quantised also by the names that they have here."""
+    plain = list(int4.plain)
+    for each in int4.plain:
+        for theirs, ours in family.renamed.items():
+            each = each.replace(theirs, ours)
+        stacked = [(whole, parts) for whole, parts in family.fused.items() if whole in each]
+        plain += [each.replace(whole, part) for whole, parts in stacked for part in parts] or [each]
+    return msgspec.structs.replace(int4, plain=tuple(dict.fromkeys(plain)))
+
+
 def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
     """`ModelSpec` of a config.json, with the pooling of a sentence-transformers directory: a model in such a
     directory makes embeddings, whatever head its config names.
@@ -166,6 +177,8 @@ def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
     if family is not UNLISTED:
         read.refuse_quantised(fields, family.int4)
     spec = family.read(fields)
+    if (int4 := spec.stored_int4) is not None:
+        spec = msgspec.structs.replace(spec, stored_int4=_by_our_names(int4, family))
     if pooling is not None and spec.task == "embed":
         return msgspec.structs.replace(spec, pooling=pooling)
     return spec

@@ -104,6 +104,14 @@ def test_layers_that_a_checkpoint_excepts(tmp_path: Path) -> None:
         torch.testing.assert_close(places[name], meant[name], rtol=1e-6, atol=1e-7)
 
 
+def test_layers_that_a_checkpoint_excepts_where_it_stacks_matrices(tmp_path: Path) -> None:
+    path = tiny_model.build("phi3", tmp_path, **WIDE).path
+    quantise(path, AWQ, ("1.self_attn.qkv_proj",), modules_to_not_convert=["layers.1.self_attn.qkv_proj"])
+    places = load_model(held(path), path, torch.float32, CPU).places()
+    kinds = [places[f"model.layers.{layer}.self_attn.k_proj.weight"].dtype for layer in range(2)]
+    assert kinds == [torch.int16, torch.float32]
+
+
 def test_layers_of_compressed_tensors_by_expression(tmp_path: Path) -> None:
     path = tiny_model.build("llama", tmp_path, **WIDE).path
     quantise(path, KINDS["w4a16"], ("down_proj",), ignore=["lm_head", "re:.*down_proj"])
@@ -125,6 +133,18 @@ def test_a_rank_has_its_part(kind: Kind, tmp_path: Path) -> None:
             own = weight if (part := model.slices.get(name)) is None else part.of(weight)
             found = weights(places, name) if places[name].dtype == torch.int16 else places[name]
             torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_slabs_make_no_difference(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.weights.int4.SLAB", 1)
+    path = tiny_model.build("llama", tmp_path, **WIDE).path
+    meant = quantise(path, kind)[f"{LAYER}.weight"]
+    for spec in (spec_of(path), held(path)):
+        places = load_model(spec, path, torch.float32, CPU).places()
+        fine = places[f"{LAYER}.weight"].dtype == torch.int16
+        found = weights(places, f"{LAYER}.weight") if fine else places[f"{LAYER}.weight"]
+        torch.testing.assert_close(found, meant, rtol=1e-6, atol=1e-7)
 
 
 def test_random_weights(tmp_path: Path) -> None:
