@@ -29,6 +29,7 @@ from tests.rigs import tiny_model
 from tests.rigs.captured import full, same_text
 from tests.rigs.configurations import TINY_CONFIGURATIONS
 from tests.rigs.driver import Answer, Driver
+from tests.rigs.int4_files import KINDS, WIDE, plain_of, quantise
 
 pytestmark = pytest.mark.gpu
 
@@ -232,13 +233,26 @@ def test_blocks_are_near_and_graphs_change_nothing(tmp_path: Path) -> None:
     check_fp8(path, {"quantization": "fp8-blocks"})
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_4_bits_are_near_and_graphs_change_nothing(dtype: str, tmp_path: Path) -> None:
+    """The weights that they stand for, in a model each matrix of which is held so."""
+    path = tiny_model.build("qwen3", tmp_path / "fine", **WIDE).path
+    plain = plain_of(path, quantise(path, KINDS["awq"]), tmp_path / "plain")
+    check_near(path, plain, dtype, {})
+
+
 def check_fp8(path: Path, chosen: dict[str, str]) -> None:
+    check_near(path, path, "bfloat16", chosen)
+
+
+def check_near(path: Path, plain: Path, dtype: str, chosen: dict[str, str]) -> None:
+    """The answers of `path` as `chosen` are near those of `plain`, and the same without graphs."""
     graphs = msgspec.structs.replace(SCHEDULE, overlap_depth=0)
-    plain = msgspec.structs.replace(graphs, cuda_graphs=False)
-    got = answers(path, "cuda", "bfloat16", GREEDY, schedule=graphs, **chosen)
-    same = answers(path, "cuda", "bfloat16", GREEDY, schedule=plain, **chosen)
+    eager = msgspec.structs.replace(graphs, cuda_graphs=False)
+    got = answers(path, "cuda", dtype, GREEDY, schedule=graphs, **chosen)
+    same = answers(path, "cuda", dtype, GREEDY, schedule=eager, **chosen)
     assert [answer.tokens for answer in got] == [answer.tokens for answer in same]
-    want = answers(path, "cuda", "bfloat16", GREEDY)
+    want = answers(plain, "cuda", dtype, GREEDY)
     apart = [abs(mine.logprobs[0] - theirs.logprobs[0]) for mine, theirs in zip(got, want, strict=True)]
     assert np.median(apart) < 0.5, apart  # tiny models of large random weights; most of an answer's is noise
 

@@ -36,8 +36,8 @@ from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
 MOST_ROWS = 256
 """From more rows on weights are turned into 16 bits once, for a product by cuBLAS."""
 
-WIDEST = 64
-"""Rows of a program at most."""
+NARROWEST, WIDEST = 8, 64
+"""Rows of a program: to so many at least they are padded, and more are other programs'."""
 
 MOST_LATE = 16
 """Rows up to which it is the sums of products that are scaled."""
@@ -330,7 +330,7 @@ def int4_gemm(
     `counters` from `split_k_counters`, needed where K is split."""
     rows, size = x.shape
     width = len(weight) // 2 if gated else len(weight)
-    group, block_m = size // len(scale), min(max(pow2(rows), 8), WIDEST)
+    group, block_m = size // len(scale), min(max(pow2(rows), NARROWEST), WIDEST)
     apart, tiles = span(size, group), cdiv(width, config.block_n)
     blocks = cdiv(rows, block_m)
     steps = size // (WORD * apart)
