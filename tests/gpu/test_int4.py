@@ -14,7 +14,7 @@ import torch
 from core.adapters import LINEAR, AdapterLimits
 from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
-from core.models import ModelSpec, check_supported
+from core.models import ModelSpec, runs_natively
 from core.request import SamplingParams
 from gpu.build import Beside, build_executor, choose_fp8, choose_int4, shard_spec, spec_of
 from gpu.device import CudaFacts
@@ -298,13 +298,13 @@ def test_what_is_refused_names_the_field_and_what_is_served(config: dict[str, An
     with pytest.raises(
         ModelError, match=rf"config.json: quantization_config: .*{told}.*Served are FP8 .* 4 bits \(awq"
     ):
-        check_supported({"architectures": ["LlamaForCausalLM"], "quantization_config": config})
+        runs_natively({"architectures": ["LlamaForCausalLM"], "quantization_config": config})
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "BertModel"])
 def test_experts_and_encoders_are_refused_by_name(architecture: str) -> None:
     with pytest.raises(ModelError, match=f"awq is not served of {architecture}"):
-        check_supported({"architectures": [architecture], "quantization_config": AWQ.config})
+        runs_natively({"architectures": [architecture], "quantization_config": AWQ.config})
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------
