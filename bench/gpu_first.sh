@@ -60,7 +60,8 @@ def line(*names):
     print(*(f"'tests/gpu/test_cuda.py::test_{name}'" for name in names))
 
 line("every_graph_is_its_work_bit_by_bit", "padding_changes_nothing")
-line("blocks_are_near_and_graphs_change_nothing")
+line("blocks_are_near_and_graphs_change_nothing", "4_bits_are_near_and_graphs_change_nothing")
+line("without_a_family_as_on_a_cpu")
 line("long_prompts_are_scored_as_on_a_cpu", "no_launch_waits_for_the_device")
 line("a_closed_executor_gives_its_memory_back", "graphs_that_nobody_holds_disturb_no_capture")
 for depth in (0, 1, 2):

@@ -23,18 +23,10 @@ from core.config import (
 from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
-from core.models import (
-    Fp8,
-    Int4,
-    ModelSpec,
-    PoolingSpec,
-    read_spec,
-    runs_natively,
-    sentence_pooling,
-    unsupported,
-)
+from core.models import ModelSpec, PoolingSpec, read_spec, runs_natively, sentence_pooling, unsupported
 from core.models.fields import Config
 from core.models.quant import BLOCK
+from core.models.spec import Fp8, Int4
 from core.plan import MASKED_DRAFTS
 from gpu.adapting import Adapting, plan_adapters
 from gpu.attention import EncoderAttention, TorchBackend, torch_attention

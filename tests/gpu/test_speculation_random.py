@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, int, Setup]] = {
     "ngram-7-few-samples": ("ngram", 7, Setup(Drafts(7, 0.0), overlap=1, samples=9, target=20.0, pages=32)),
     "given-3": ("", 3, Setup(Drafts(3, 0.6), overlap=2, page=2, pages=60)),
     "right-tree-2-little-memory": ("right-tree", 9, Setup(Drafts(9, 0.0, trees=True), overlap=2, pages=32)),
-    "eagle3-tree-pages-of-one": (
+    "eagle3-tree-page-1": (
         "eagle3-tree",
         9,
         Setup(Drafts(9, 0.0, trees=True), overlap=1, page=1, pages=120),
@@ -73,7 +73,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
     path = tiny_model.build("qwen3", tmp_path_factory.mktemp("target")).path
     tokenizer = Tokenizer.load(None, VOCAB, [STOP])
     compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
-    jobs = some_jobs(random.Random(5), 60)
+    jobs = some_jobs(random.Random(5), 40)
 
     async def answers() -> dict[str, list[Text]]:
         engine = RandomEngine(path, ALONE, {}, tokenizer, compiler)
