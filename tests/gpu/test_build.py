@@ -15,13 +15,14 @@ from core.errors import ConfigError
 from core.models.spec import EncoderSpec
 from core.plan import Chunk, NewSlot, PageWrites, StepFailure, StepPlan, StepResult
 from core.types import NO_TOKENS
-from gpu.build import Beside, build_executor, check_pages, choose_fp8, spec_of
+from gpu.build import Beside, build_executor, check_pages, spec_of
 from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
 from gpu.layers.rope import frequencies
 from gpu.parts import Target
 from gpu.sizes import fit_rope
 from gpu.targets import choose_dtype, choose_ranks, choose_targets
+from gpu.weight_formats import choose_fp8
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.runner import GREEDY

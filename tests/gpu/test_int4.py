@@ -16,12 +16,13 @@ from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
 from core.models import ModelSpec, runs_natively
 from core.request import SamplingParams
-from gpu.build import Beside, build_executor, choose_fp8, choose_int4, shard_spec, spec_of
+from gpu.build import Beside, build_executor, spec_of
 from gpu.device import CudaFacts
 from gpu.int4 import restore
 from gpu.memory import plan_memory
 from gpu.parts import Target
 from gpu.shard import Shard
+from gpu.weight_formats import choose_fp8, choose_int4, shard_spec
 from gpu.weights import load_model
 from tests.rigs import lora, tiny_model
 from tests.rigs.driver import Answer, Driver

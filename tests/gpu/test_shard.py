@@ -11,12 +11,13 @@ import torch
 from core.adapters import TARGETS
 from core.errors import ConfigError, ModelError
 from gpu.adapters.pool import AdapterLayout
-from gpu.build import shard_spec, spec_of
+from gpu.build import spec_of
 from gpu.layers import Parameters
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Decoder
 from gpu.quant import quantise, quantise_blocks
 from gpu.shard import COLUMN, ROW, Shard
+from gpu.weight_formats import shard_spec
 from gpu.weights import load_model
 from gpu.weights.fill import Filler
 from gpu.weights.peft import read_adapter

@@ -1,0 +1,90 @@
+"""Whether a model's matrices run in FP8 or in 4 bits, and whether ranks can divide them so."""
+
+from __future__ import annotations
+
+import torch
+
+from core.config import ModelConfig
+from core.errors import ConfigError
+from core.models import ModelSpec
+from core.models.quant import BLOCK
+from core.models.spec import Fp8, Int4
+from gpu.device import HOPPER
+from gpu.int4 import SPANS, WORD, span
+from gpu.parts import Target
+from gpu.weights.int4 import EIGHT
+
+
+def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
+    """How the layers' matrices run in FP8. Raises `ConfigError` where they were asked to and cannot."""
+    reason = ""
+    if spec.transformers:
+        reason = (
+            f"{spec.architecture} runs through transformers, in {str(target.dtype).removeprefix('torch.')}"
+        )
+    elif not target.captures(spec):
+        reason = "it is there on a GPU (--device cuda), for models that generate or embed causally"
+    elif target.facts.capability < HOPPER:
+        reason = "products of scaled rows need compute capability 9.0, {} has {}.{}".format(
+            target.facts.name, *target.facts.capability
+        )
+    elif target.dtype != torch.bfloat16:
+        reason = "it computes in --dtype bfloat16 alone"
+    match model.quantization:
+        case "auto" if not reason:
+            return spec.stored_fp8
+        case "none" | "auto":
+            return ""
+        case asked if reason:
+            raise ConfigError(f"--quantization {asked} is refused: {reason}.")
+        case "fp8":
+            return spec.stored_fp8 or "rows"
+        case "fp8-blocks":
+            _check_blocks(spec, "--quantization fp8-blocks", "--quantization fp8, scaled by channel")
+            return "blocks"
+
+
+def choose_int4(spec: ModelSpec, model: ModelConfig, target: Target) -> Int4 | None:
+    """How the layers' matrices run in 4 bits: as the checkpoint has them, where there are kernels for it.
+    Elsewhere they are dequantised while loading."""
+    runs = target.captures(spec) and target.dtype.itemsize == 2
+    return spec.stored_int4 if runs and model.quantization == "auto" else None
+
+
+def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """Of one of so many ranks. Raises `ConfigError` where these do not divide the model."""
+    own = spec.shard(ranks)
+    if own.int4 is not None:
+        _check_groups(own, own.int4)
+    if ranks > 1 and own.fp8 == "blocks":
+        _check_blocks(own, f"--tp {ranks} of FP8 in blocks", "--quantization none, or fewer ranks")
+    return own
+
+
+def _check_groups(spec: ModelSpec, int4: Int4) -> None:
+    """Raises `ConfigError` for a rank's model some of whose matrices have a part of a group or of a word."""
+    inputs = {"hidden_size": spec.hidden, "queries": spec.q_size, "intermediate_size": spec.intermediate}
+    outputs = {"keys": spec.kv_size, "queries": spec.q_size, "intermediate_size": spec.intermediate}
+    odd = [
+        f"{name} ({n})" for name, n in inputs.items() if n % (int4.group or 1) or not span(n, int4.group or n)
+    ]
+    odd += [f"{name} ({n})" for name, n in outputs.items() if n % EIGHT and f"{name} ({n})" not in odd]
+    if odd:
+        of = f" of each of {spec.ranks} ranks" if spec.ranks > 1 else ""
+        size = max(int4.group, WORD * SPANS[-1])
+        raise ConfigError(
+            f"Weights of 4 bits are refused: {size} does not divide {', '.join(odd)}{of}. Use --quantization "
+            "none, which dequantises them" + (", or fewer ranks." if of else ".")
+        )
+
+
+def _check_blocks(spec: ModelSpec, asked: str, instead: str) -> None:
+    """Raises `ConfigError` for a model some of whose matrices would stay as they are, however large."""
+    sizes = {"hidden_size": spec.hidden, "queries": spec.q_size, "keys": spec.kv_size}
+    moe = spec.moe
+    if moe is not None:
+        sizes["moe_intermediate_size"] = moe.intermediate
+    if moe is None or len(moe.layers) < spec.layers:
+        sizes["intermediate_size"] = spec.intermediate
+    if odd := [f"{name} ({size})" for name, size in sizes.items() if size % BLOCK]:
+        raise ConfigError(f"{asked} is refused: {BLOCK} does not divide {', '.join(odd)}. Use {instead}.")
