@@ -227,6 +227,9 @@ class Delivery:
         finally:
             self._closed = self._holding = True
             self._held.clear()
+            # The frames know their runs, whose sink this is. Without that cycle all of it is freed now: with
+            # it a request left 56 objects to the collector, which took 1 s of 10 with 940 short requests/s.
+            self._stream = self._frames = None
 
     def _ended(self) -> list[int]:
         return [index for index, buffer in self._held.items() if buffer.ended]

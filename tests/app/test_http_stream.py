@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from itertools import pairwise
@@ -25,6 +26,8 @@ from tests.rigs.wait import PATIENCE, until
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 STOP = Finish(FinishReason.STOP, "END")
+HERE = ("app.", "core")
+"""Modules whose objects a request makes."""
 
 
 def post(path: str, body: object, version: str = "1.1") -> bytes:
@@ -448,6 +451,49 @@ async def test_overload_says_when_to_come_back(server: Server) -> None:
             assert response.status == 429
             assert response.headers["Retry-After"] == "3" and response.headers["retry-after-ms"] == "2500"
             assert (await response.json())["error"]["type"] == "rate_limit_error"
+
+
+STREAMED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": [5, 6, 7, 8], "n": 2},
+    CHAT: {"messages": HI, "stream_options": {"include_usage": True}},
+    GENERATE: {"input_ids": [5, 6, 7, 8]},
+    "/v1/messages": {"messages": HI},
+    "/v1/responses": {"input": "hi"},
+    "/v2/chat": {"messages": HI},
+    "/api/chat": {"messages": HI},
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_streamed_answer_leaves_nothing_to_the_collector(
+    featured: Server, path: str, leaves: bool
+) -> None:
+    """Its objects are freed when it ends: a collection of those of many requests would stop every stream."""
+    body = {"model": "org/tiny", "max_tokens": 200 if leaves else 9, "stream": True, **STREAMED[path]}
+
+    async def once() -> None:
+        async with featured.http.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+            await (response.content.readany() if leaves else response.read())
+            if leaves:
+                response.close()
+        await until(lambda: featured.service.loaded.engine.idle)  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
+    await once()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        await once()
+        await until(lambda: not leaves or featured.connections == 0)
+        gc.collect()
+        assert {type(each).__qualname__ for each in gc.garbage if type(each).__module__[:4] in HERE} == set()
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 async def test_an_unforeseen_error_tells_nothing_of_the_inside(server: Server) -> None:
