@@ -156,3 +156,10 @@ class Request(msgspec.Struct, eq=False):
         if state not in _NEXT[self.state]:
             raise RuntimeError(f"request {self.id}: {self.state.name} cannot become {state.name}")
         self.state = state
+
+    def retract(self, now: float) -> None:
+        """Go back to the queue."""
+        self.move(State.RETRACTED)
+        self.ran += now - self.since
+        self.retractions += 1
+        self.history.append((now, "retracted", len(self.output)))

@@ -6,8 +6,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from itertools import chain, islice
 
-import numpy as np
-
 from core.cache.hold import Hold
 from core.cache.manager import CacheManager, Match
 from core.executor import Capabilities
@@ -300,8 +298,11 @@ class Prefills:
     def _spare(self, request: Request, gone: Collection[Request] = ()) -> int:
         """Pages to keep free for the output that running requests but `gone`, and this one, are likely to
         make."""
-        table = self._table
-        running = np.fromiter((r.slot for r in table.running() if r not in gone), np.int64)
+        table, active = self._table, self._table.active
+        if gone:
+            active = active.copy()
+            active[[each.slot for each in gone]] = False
+        running = active.nonzero()[0]
         if not len(running):
             return 0
         own = min(request.params.max_tokens - len(request.output), CLIP)

@@ -145,8 +145,8 @@ class Scheduler:
         return finished
 
     def retract(self, request: Request) -> None:
-        """Send a running request back to the queue. Its pages are free at once; its slot, and the
-        request, only when its in-flight tokens have arrived: they count, and may even end it."""
+        """Send a running request back to the queue. Its pages are free at once, its slot when its in-flight
+        tokens have arrived: they count, and may even end it."""
         self._retract([request])
 
     def retract_all(self) -> None:
@@ -158,10 +158,8 @@ class Scheduler:
         for request in requests:
             self._leave_rows(request)
             self._release_pages(request, over=False)
-            request.move(State.RETRACTED)
-            request.ran += now - request.since
-            request.retractions += 1
-            request.history.append((now, "retracted", len(request.output)))
+            self._table.retract(request)
+            request.retract(now)
         self.counters.retractions += len(requests)
         self._draining += requests
         self._waiting.put_back(requests, now)

@@ -18,11 +18,12 @@ class SlotTable:
 
     Owner: event loop. How many tokens' KV submitted steps write depends, for steps in flight, on the drafts
     that they accept: `least` counts one token for each such step, `most` the whole query. `limit` counts the
-    tokens that ever need KV, `room` those that the slot's pages have a place for. `drafting` is 1 where the
-    slot may have drafts, `masked` where it has a grammar, `adapted` where it has an adapter, as `adapters`
-    slots have. `made` counts confirmed
-    output tokens of at most `max_tokens`, `in_flight` answers that submitted steps still owe it. `epoch`
-    changes whenever a slot is freed, so that a late result cannot be taken for the slot's next owner.
+    tokens that ever need KV, `room` those that the slot's pages have a place for. `active` is true where the
+    slot's request prefills or decodes: a retracted one keeps its slot until its tokens have arrived.
+    `drafting` is 1 where the slot may have drafts, `masked` where it has a grammar, `adapted` where it has an
+    adapter. `made` counts confirmed output tokens of at most `max_tokens`, `in_flight` answers that submitted
+    steps still owe it. `epoch` changes whenever a slot is freed, so that a late result cannot be taken for
+    the slot's next owner.
     """
 
     def __init__(self, max_rows: int, max_drafts: int = 0, masked_drafts: int = MASKED_DRAFTS) -> None:
@@ -32,6 +33,7 @@ class SlotTable:
         # In turn: what a slot keeps of its former requests (`gpu.state.served`) lasts the longer.
         self._free = deque(range(1, rows))
         self.requests: list[Request | None] = [None] * rows
+        self.active = np.zeros(rows, np.bool_)
         self.least = np.zeros(rows, np.int32)
         self.most = np.zeros(rows, np.int32)
         self.limit = np.zeros(rows, np.int32)
@@ -41,7 +43,6 @@ class SlotTable:
         self.drafting = np.zeros(rows, np.int32)
         self.masked = np.zeros(rows, np.int32)
         self.adapted = np.zeros(rows, np.bool_)
-        self.adapters = 0
         self.in_flight = np.zeros(rows, np.int32)
         self.epoch = np.zeros(rows, np.int64)
 
@@ -51,7 +52,7 @@ class SlotTable:
         return len(self._free)
 
     def running(self) -> Iterator[Request]:
-        """Requests that prefill or decode; a retracted one keeps its slot until its tokens have arrived."""
+        """Requests that prefill or decode."""
         return (r for r in self.requests if r is not None and r.state is not State.RETRACTED)
 
     def take(self, request: Request, cached: int, room: int) -> int:
@@ -59,6 +60,7 @@ class SlotTable:
         slot = self._free.popleft()
         request.slot = slot
         self.requests[slot] = request
+        self.active[slot] = True
         self.least[slot] = self.most[slot] = cached
         self.limit[slot] = request.limit
         self.room[slot] = room
@@ -67,7 +69,6 @@ class SlotTable:
         self.masked[slot] = request.grammar is not None
         self.drafting[slot] = self._may_draft(request)
         self.adapted[slot] = request.root.adapter != ""
-        self.adapters += request.root.adapter != ""
         self.in_flight[slot] = 0
         return slot
 
@@ -79,19 +80,23 @@ class SlotTable:
         masked = int((self.drafting & self.masked).sum())
         return request.grammar is None or (1 + masked) * self._max_drafts <= self._masked_drafts
 
+    def retract(self, request: Request) -> None:
+        """The request has no pages any more; its slot waits for what is in flight."""
+        self.active[request.slot] = False
+
     def release(self, request: Request) -> None:
         """Free the slot; results still in flight for it will find another epoch."""
         slot = request.slot
         self.requests[slot] = None
+        self.active[slot] = False
         self.epoch[slot] += 1
-        self.in_flight[slot] = self.drafting[slot] = 0
-        self.adapters -= request.root.adapter != ""
+        self.in_flight[slot] = self.drafting[slot] = self.adapted[slot] = 0
         self._free.append(slot)
         request.slot = 0
 
     def has_adapter(self, slots: NDArray64) -> bool:
         """Whether any of the slots has an adapter."""
-        return self.adapters > 0 and bool(self.adapted[slots].any())
+        return bool(self.adapted.any()) and bool(self.adapted[slots].any())
 
     def growth(self, slots: NDArray64, clip: int) -> int:
         """Tokens that `slots` may still add to the pool, each counted up to `clip`."""
