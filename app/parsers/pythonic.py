@@ -23,7 +23,7 @@ MAX_LITERAL = 16 * 1024
 MAX_NUMBER = 512
 """Characters of a number: longer ones no decoder takes."""
 
-_Out = Callable[[str], None]
+Out = Callable[[str], None]
 """Takes what was read, as JSON."""
 
 
@@ -69,23 +69,65 @@ def pythonic(calls: CallParser) -> Steps[None]:
 
 def _arguments(calls: CallParser, function: str) -> Steps[None]:
     """Reported from the first name on: what is no call (`[f(x) for x in y]`) mostly fails before."""
+    cursor = calls.cursor
+    yield from arguments(
+        calls,
+        function,
+        "=)",
+        lambda: _identifier(cursor),
+        lambda _: _literal(cursor, calls.arguments, 0),
+    )
+
+
+def arguments(
+    calls: CallParser,
+    function: str,
+    signs: str,
+    name: Callable[[], Steps[str]],
+    value: Callable[[str], Steps[None]],
+) -> Steps[None]:
+    """Arguments with commas between them, each a name, `signs[0]` and a value; then `signs[1]`. `name` reads
+    one, `value` reads and reports that of a name. The call is reported from the first name on."""
     cursor, before = calls.cursor, "{"
-    while (yield from cursor.spaces()) != ")":
-        name = yield from _identifier(cursor)
+    while (yield from cursor.spaces()) != signs[1]:
+        key = yield from name()
         yield from cursor.spaces()
-        yield from cursor.expect("=")
+        yield from cursor.expect(signs[0])
         if before == "{":
             calls.start(function)
-        calls.arguments(f"{before}{quoted(name)}: ")
-        yield from _literal(cursor, calls.arguments, 0)
+        calls.arguments(f"{before}{quoted(key)}: ")
+        yield from value(key)
         before = ", "
         if (yield from cursor.spaces()) != ",":
             break
         cursor.take(cursor.at + 1)
-    yield from cursor.expect(")")
+    yield from cursor.expect(signs[1])
     if before == "{":
         calls.start(function)
     calls.arguments("{}" if before == "{" else "}")
+
+
+def items(
+    cursor: Cursor, out: Out, brackets: str, key: Callable[[], Steps[None]], value: Callable[[], Steps[None]]
+) -> Steps[None]:
+    """A list, `[]`, or an object, `{}`, to `out` as JSON. `key` and `value` read one each, to `out`, too."""
+    yield from cursor.expect(brackets[0])
+    out(brackets[0])
+    before = ""
+    while (yield from cursor.spaces()) != brackets[1]:
+        out(before)
+        before = ", "
+        if brackets == "{}":
+            yield from key()
+            yield from cursor.spaces()
+            yield from cursor.expect(":")
+            out(": ")
+        yield from value()
+        if (yield from cursor.spaces()) != ",":
+            break
+        cursor.take(cursor.at + 1)
+    yield from cursor.expect(brackets[1])
+    out(brackets[1])
 
 
 def _identifier(cursor: Cursor) -> Steps[str]:
@@ -95,7 +137,7 @@ def _identifier(cursor: Cursor) -> Steps[str]:
     return name
 
 
-def _literal(cursor: Cursor, out: _Out, depth: int) -> Steps[None]:
+def _literal(cursor: Cursor, out: Out, depth: int) -> Steps[None]:
     sign = yield from cursor.spaces()
     if depth == MAX_DEPTH or sign == "":
         raise Malformed
@@ -104,32 +146,23 @@ def _literal(cursor: Cursor, out: _Out, depth: int) -> Steps[None]:
         yield from _string(cursor, out)
         out('"')
     elif sign in ("[", "{"):
-        yield from _items(cursor, out, "[]" if sign == "[" else "{}", depth)
+        yield from items(
+            cursor,
+            out,
+            "[]" if sign == "[" else "{}",
+            lambda: _key(cursor, out),
+            lambda: _literal(cursor, out, depth + 1),
+        )
     else:
         out((yield from _word(cursor)))
 
 
-def _items(cursor: Cursor, out: _Out, brackets: str, depth: int) -> Steps[None]:
-    """A list or a dict, which is keyed by strings."""
-    yield from cursor.expect(brackets[0])
-    out(brackets[0])
-    before = ""
-    while (sign := (yield from cursor.spaces())) != brackets[1]:
-        out(before)
-        before = ", "
-        if brackets == "{}":
-            if sign not in ("'", '"'):
-                raise Malformed
-            yield from _literal(cursor, out, depth + 1)
-            yield from cursor.spaces()
-            yield from cursor.expect(":")
-            out(": ")
-        yield from _literal(cursor, out, depth + 1)
-        if (yield from cursor.spaces()) != ",":
-            break
-        cursor.take(cursor.at + 1)
-    yield from cursor.expect(brackets[1])
-    out(brackets[1])
+def _key(cursor: Cursor, out: Out) -> Steps[None]:
+    """A dict is keyed by strings."""
+    sign = yield from cursor.peek()
+    if not sign or sign not in "'\"":
+        raise Malformed
+    yield from _literal(cursor, out, 0)
 
 
 def _word(cursor: Cursor) -> Steps[str]:
@@ -140,7 +173,7 @@ def _word(cursor: Cursor) -> Steps[str]:
     return word
 
 
-def _string(cursor: Cursor, out: _Out) -> Steps[None]:
+def _string(cursor: Cursor, out: Out) -> Steps[None]:
     quote = cursor.take(cursor.at + 1)
     while True:
         sign = yield from cursor.peek()
