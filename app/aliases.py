@@ -77,12 +77,22 @@ _TOOLS = {
     "qwen25": "hermes",
     "llama3_json": "llama3",
     "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "granite4": "hermes",
+    "minimax-m2": "minimax_m2",
     "llama4_pythonic": "pythonic",
     "qwen3_xml": "qwen3_coder",
     "glm45": "glm",
     "glm47": "glm",
 }
-_REASONING = dict.fromkeys(("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45"), "think")
+_REASONING = dict.fromkeys(
+    (
+        *("deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "qwen3", "qwen3-thinking", "glm45"),
+        *("minimax", "minimax_m2", "olmo3"),
+    ),
+    "think",
+)
 ALGORITHMS: Mapping[str, str] = {
     # SGLang
     "NGRAM": "ngram",

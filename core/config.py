@@ -366,11 +366,17 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
             "kimi_k2",
             "functiongemma",
             "gemma4",
+            "granite",
+            "phi4_mini_json",
+            "olmo3",
+            "deepseek_v31",
+            "deepseek_v32",
+            "minimax_m2",
         ],
         "format of tool calls; auto: detected from the chat template",
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think", "mistral"],
+        Literal["auto", "none", "think", "mistral", "granite"],
         "format of reasoning; auto: detected from the chat template",
     ] = "auto"
     trust_request_chat_template: Annotated[

@@ -237,8 +237,10 @@ class CallParser:
         text = "".join(self._space) + text
         self._space.clear()
         self._after = self._fresh = False
-        if self._syntax.lead and text.endswith(self._syntax.lead):
-            self._space.append(self._syntax.lead)
-            text = text.removesuffix(self._syntax.lead)
+        lead = self._syntax.lead
+        # Of a longer lead its beginning is kept, too: the rest may follow.
+        if keep := next((end for end in range(len(lead), 0, -1) if text.endswith(lead[:end])), 0):
+            self._space.append(lead[:keep])
+            text = text[:-keep]
         if text:
             self._events.append(Content(text))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.parsers.registry import Fields
+from app.parsers.registry import Fields, Quotes
 from app.parsers.typed import Types, types_of
 
 Element = dict[str, Any]
@@ -112,29 +112,39 @@ class _Writer(msgspec.Struct, frozen=True):
     def field(self, name: str, schema: Any) -> Element:
         """One argument."""
         fields = self.fields
-        bare = not fields.raw or fields.quote
-        if any(sign in name for sign in "<>\n") or (bare and not name.isidentifier()):
+        bare = fields.begin.startswith("%s")
+        if any(sign in name for sign in '<>"\n') or (bare and not name.isidentifier()):
             raise Unsupported(f"the argument {name!r:.60} cannot be written in this model's format.")
         begin = fields.begin % name
-        if fields.quote:
-            return joined("sequence", [const_element(begin), self._quoted(schema, fields.quote)])
+        if fields.quotes is not None:
+            after = [const_element(fields.after)] if fields.after else []
+            return joined("sequence", [const_element(begin), self._quoted(schema, fields.quotes), *after])
         content, end = self._value(schema)
         if not fields.raw:
             return joined("sequence", [const_element(begin), content])
         tag = {"type": "tag", "begin": begin, "content": content, "end": end + fields.end}
         return joined("sequence", [tag, const_element(fields.after)]) if fields.after else tag
 
-    def _quoted(self, schema: Any, quote: str) -> Element:
+    def _quoted(self, schema: Any, quotes: Quotes) -> Element:
         """A string between marks, or any other value as JSON."""
         types = types_of(schema, self.root)
+        (begin, end), (plain, plain_end) = quotes.string, quotes.other
+
+        def other(inner: Any) -> Element:
+            element = json_element(inner)
+            return {"type": "tag", "begin": plain, "content": element, "end": plain_end} if plain else element
+
         if types is not None and "string" not in types:
-            return json_element(self._inner(schema))
+            return other(self._inner(schema))
         if types and (values := _listed_values(schema)):
-            written = (f"{quote}{each}{quote}" if isinstance(each, str) else _json(each) for each in values)
+            written = (
+                f"{begin}{each}{end}" if isinstance(each, str) else f"{plain}{_json(each)}{plain_end}"
+                for each in values
+            )
             return joined("or", [const_element(text) for text in written])
-        text = {"type": "tag", "begin": quote, "content": self._text(schema, types, quote)[0], "end": quote}
+        text = {"type": "tag", "begin": begin, "content": self._text(schema, types, end)[0], "end": end}
         others = sorted(_NOT_TEXT if types is None else types & _NOT_TEXT)
-        return joined("or", [text, *([json_element({"type": others})] if others else ())])
+        return joined("or", [text, *([other({"type": others})] if others else ())])
 
     def _value(self, schema: Any) -> tuple[Element, str]:
         """A value's grammar, and the text before its end mark."""

@@ -10,6 +10,9 @@ from app.parsers.typed import encodable, is_json
 
 HERMES = ("<tool_call>", "</tool_call>")
 MISTRAL = "[TOOL_CALLS]"
+GRANITE = ("<|tool_call|>", "<tool_call>")
+"""Granite 3.0, 3.2 and 3.3 write the token, 3.1 the text."""
+PHI = "functools"
 LLAMA = "<|python_tag|>"
 LLAMA_BEGINS = tuple(
     f'{{{gap}"{key}"' for key in ("name", "type") for gap in ("", " ", "\n", "\n  ", "\n    ", "\n\t")
@@ -56,6 +59,20 @@ def mistral(calls: CallParser) -> Steps[None]:
     if sign != "[":
         yield from _named(calls)
         return
+    yield from listed(calls)
+
+
+def granite(calls: CallParser) -> Steps[None]:
+    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`; either mark is read of every version."""
+    if not (yield from calls.cursor.skip(GRANITE[0])):
+        yield from calls.cursor.expect(GRANITE[1])
+    yield from listed(calls)
+
+
+def listed(calls: CallParser) -> Steps[None]:
+    """`[{"name": ..., "arguments": {...}}, ...]`"""
+    cursor = calls.cursor
+    yield from cursor.spaces()
     yield from cursor.expect("[")
     yield from _call(calls)
     while (yield from calls.gap()) == ",":
@@ -76,7 +93,7 @@ def deepseek(calls: CallParser) -> Steps[None]:
     if name == "function":
         name = yield from cursor.until("\n")
         yield from cursor.skip(_FENCE + "json")
-    yield from _arguments(calls, name)
+    yield from arguments(calls, name)
     for end in (_FENCE, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"):
         yield from calls.tail(end)
 
@@ -88,7 +105,7 @@ def kimi(calls: CallParser) -> Steps[None]:
     yield from cursor.spaces()
     yield from cursor.expect(KIMI[1])
     id = (yield from cursor.until("<|tool_call_argument_begin|>")).strip()
-    yield from _arguments(calls, id.removeprefix("functions.").partition(":")[0], checked_name(id))
+    yield from arguments(calls, id.removeprefix("functions.").partition(":")[0], checked_name(id))
     yield from calls.tail("<|tool_call_end|>")
     yield from calls.tail("<|tool_calls_section_end|>")
 
@@ -104,7 +121,7 @@ def _named(calls: CallParser) -> Steps[None]:
             yield from cursor.until("[ARGS]")
         else:
             yield from cursor.expect("[ARGS]")
-    yield from _arguments(calls, name)
+    yield from arguments(calls, name)
 
 
 def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
@@ -122,7 +139,7 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
             name = calls.named(_text(json.loads((yield from _value(calls)))), declared)
         elif key in _ARGUMENTS and name and not reported:
             reported = True
-            yield from _arguments(calls, name)
+            yield from arguments(calls, name)
         else:
             value = yield from _value(calls)
             early = _object(value) if key in _ARGUMENTS and not reported else early
@@ -138,7 +155,7 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
     calls.whole()
 
 
-def _arguments(calls: CallParser, name: str, id: str = "") -> Steps[None]:
+def arguments(calls: CallParser, name: str, id: str = "") -> Steps[None]:
     """A call's arguments, reported as they come."""
     name = calls.named(name)
     head, signs = "", 0

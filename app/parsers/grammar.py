@@ -96,7 +96,7 @@ def _decoded(answer: GrammarSpec) -> Any:
 
 
 def _thinking(family: ReasoningFamily, open: bool, tools: ToolFamily | None) -> list[Element]:
-    marks = [family.begin, family.end, *(tools.markers if tools is not None else ())]
+    marks = [*family.begins, *family.ends, *(tools.markers if tools is not None else ())]
     think: list[Element] = [
         {
             "type": "tag",

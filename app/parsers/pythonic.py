@@ -12,6 +12,8 @@ from app.parsers.typed import WORDS, Types, inside, is_json, json_value, quoted
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 """Llama 4's, around the list."""
+OLMO = ("<function_calls>", "</function_calls>")
+"""OLMo 3's, around the calls."""
 NAME_CHARS = 64
 
 _PLAIN = re.compile(r"[^'\"\\\x00-\x1f]+")
@@ -52,19 +54,32 @@ def pythonic(calls: CallParser) -> Steps[None]:
     cursor = calls.cursor
     yield from cursor.spaces()
     yield from cursor.expect("[")
-    while True:
-        yield from cursor.spaces()
-        name = yield from _identifier(cursor)
-        yield from cursor.spaces()
-        yield from cursor.expect("(")
-        yield from _arguments(calls, calls.named(name, declared=True))
-        calls.whole()
-        if (yield from calls.gap()) != ",":
-            if (yield from calls.tail("]")):
-                yield from cursor.skip(MARKS[1])
-            return
+    while (yield from _call(calls, declared=True)) == ",":
         cursor.record()
         cursor.take(cursor.at + 1)
+    if (yield from calls.tail("]")):
+        yield from cursor.skip(MARKS[1])
+
+
+def olmo(calls: CallParser) -> Steps[None]:
+    """`<function_calls>f(a=1, b="x")</function_calls>`, a line each. Values may be JSON's, too."""
+    cursor = calls.cursor
+    yield from cursor.expect(OLMO[0])
+    while (yield from _call(calls)) and not (yield from calls.tail(OLMO[1])):
+        cursor.record()
+        yield from cursor.skip(",")
+
+
+def _call(calls: CallParser, declared: bool = False) -> Steps[str]:
+    """One call; the character behind it and the white space after it."""
+    cursor = calls.cursor
+    yield from cursor.spaces()
+    name = yield from _identifier(cursor)
+    yield from cursor.spaces()
+    yield from cursor.expect("(")
+    yield from _arguments(calls, calls.named(name, declared))
+    calls.whole()
+    return (yield from calls.gap())
 
 
 def _arguments(calls: CallParser, function: str) -> Steps[None]:

@@ -61,8 +61,10 @@ class Answer:
         family, tools = reading.reasoning, reading.tools
         self._reasoning: ReasoningParser | None = None
         if family is not None:
-            marks = (family.begin, family.end, *(tools.markers if tools is not None else ()))
-            self._reasoning = ReasoningParser(marks, reading.inside, reading.inline)
+            begins = tools.markers if tools is not None else ()
+            self._reasoning = ReasoningParser(
+                family.begins, family.ends, begins, reading.inside, reading.inline
+            )
         self._calls: CallParser | None = None
         if tools is not None:
             self._calls = CallParser(tools, reading.names, reading.schemas, reading.forced)

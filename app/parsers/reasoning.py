@@ -14,11 +14,19 @@ class ReasoningParser:
     no reasoning. Owner: event loop.
     """
 
-    def __init__(self, marks: tuple[str, ...], inside: bool = False, inline: bool = False) -> None:
-        """`marks`: of the reasoning's begin and end, then those that begin calls. `inside`: the prompt has
+    def __init__(
+        self,
+        begins: tuple[str, ...],
+        ends: tuple[str, ...],
+        calls: tuple[str, ...] = (),
+        inside: bool = False,
+        inline: bool = False,
+    ) -> None:
+        """`begins` and `ends` are marks of the reasoning, `calls` begin calls. `inside`: the prompt has
         opened the reasoning already. `inline`: events have every character, marks and line breaks too."""
-        self._begin, *_ = marks
-        self._ends = marks[1:]
+        self._begins = begins
+        self._ends = ends
+        self._calls = calls
         self._inline = inline
         self._cursor = Cursor()
         self._events: list[Event] = []
@@ -65,18 +73,18 @@ class ReasoningParser:
         if not self.inside:
             cursor.record()
             yield from cursor.spaces()
-            self.inside = yield from cursor.skip(self._begin)
+            for begin in self._begins:
+                self.inside = self.inside or (yield from cursor.skip(begin))
             lead = cursor.recorded()
             if self.inside and self._inline:
                 self._events.append(Reasoning(lead))
             elif not self.inside:
                 self._content(lead)
                 return
-        end = self._ends[0]
-        mark = yield from cursor.upto(self._ends, self._reason)
-        if mark != end:
+        end = yield from cursor.upto((*self._ends, *self._calls), self._reason)
+        if end not in self._ends:
             # A call within the reasoning, or the reasoning mentions one: its end decides.
-            yield from cursor.upto((end,), self._called.append)
+            end = yield from cursor.upto(self._ends, self._called.append)
             self._reason("".join(self._called))
             self._called.clear()
         cursor.take(cursor.at + len(end))

@@ -6,13 +6,21 @@ A family is data: marks, the functions that read its calls, and how to write a g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from app.parsers import formats, tagged
 from app.parsers.calls import Syntax
 from app.parsers.gemma import FUNCTION_GEMMA, GEMMA_4, Marks, gemma
-from app.parsers.pythonic import MARKS, pythonic
+from app.parsers.pythonic import MARKS, OLMO, olmo, pythonic
+
+
+class Quotes(NamedTuple):
+    """What stands around a value, by whether it is a string."""
+
+    string: tuple[str, str]
+    other: tuple[str, str] = ("", "")
 
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +34,8 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     separator: str = ""
     raw: bool = True
     """Strings without quotes; otherwise as in JSON, and true is True."""
-    quote: str = ""
-    """Around strings, and around no other values."""
+    quotes: Quotes | None = None
+    """Around values, in place of `end`."""
 
 
 class Writing(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +73,18 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
     gap: str = ""
     """Between the reasoning and the answer."""
     special: bool = False
+    spellings: tuple[tuple[str, str], ...] = ()
+    """Other marks that models write, each a begin and an end."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """All that begin it."""
+        return (self.begin, *(begin for begin, _ in self.spellings))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """All that end it."""
+        return (self.end, *(end for _, end in self.spellings))
 
     def opened(self, prompt: str) -> bool:
         """Whether the prompt ends inside reasoning that the template has begun."""
@@ -113,6 +133,25 @@ _MISTRAL = ToolFamily(
     short_ids=True,
 )
 _MISTRAL_11 = msgspec.structs.replace(_MISTRAL, writing=Writing(begin="[TOOL_CALLS]%s[ARGS]", end=""))
+_GRANITE = ToolFamily(
+    name="granite",
+    markers=formats.GRANITE,
+    calls=formats.granite,
+    writing=msgspec.structs.replace(_MISTRAL.writing, opening=f"{formats.GRANITE[0]}["),
+    special=True,
+)
+_GRANITE_31 = msgspec.structs.replace(
+    _GRANITE,
+    markers=formats.GRANITE[::-1],
+    writing=msgspec.structs.replace(_MISTRAL.writing, opening=f"{formats.GRANITE[1]}["),
+)
+_PHI = ToolFamily(
+    name="phi4_mini_json",
+    # Without the bracket it is the name of one of Python's modules.
+    markers=(f"{formats.PHI}[",),
+    calls=formats.marked(formats.PHI, formats.listed),
+    writing=msgspec.structs.replace(_MISTRAL.writing, opening=f"{formats.PHI}["),
+)
 _DEEPSEEK = ToolFamily(
     name="deepseek_v3",
     markers=formats.DEEPSEEK,
@@ -128,6 +167,7 @@ _DEEPSEEK = ToolFamily(
 )
 _DEEPSEEK_31 = msgspec.structs.replace(
     _DEEPSEEK,
+    name="deepseek_v31",
     writing=Writing(
         opening=formats.DEEPSEEK[0],
         begin="<｜tool▁call▁begin｜>%s<｜tool▁sep｜>",
@@ -151,10 +191,17 @@ _PYTHONIC = ToolFamily(
     ),
     special=True,
 )
+_OLMO = ToolFamily(
+    name="olmo3",
+    markers=OLMO[:1],
+    calls=olmo,
+    writing=msgspec.structs.replace(_PYTHONIC.writing, opening=OLMO[0], separator="\n", closing=OLMO[1]),
+    special=True,
+)
 _QWEN_CODER = ToolFamily(
     name="qwen3_coder",
-    markers=(tagged.TOOL_CALL[0], tagged.FUNCTION),
-    calls=tagged.qwen_coder,
+    markers=(tagged.TOOL_CALL[0], tagged.QWEN_CODER.call[0]),
+    calls=tagged.tagged(tagged.QWEN_CODER),
     lead="\n",
     writing=Writing(
         begin="<tool_call>\n<function=%s>\n",
@@ -162,6 +209,38 @@ _QWEN_CODER = ToolFamily(
         separator="\n",
         fields=Fields(begin="<parameter=%s>\n", gap="\n", end="</parameter>", after="\n"),
     ),
+)
+_MINIMAX = ToolFamily(
+    name="minimax_m2",
+    markers=(tagged.MINIMAX.calls[0], tagged.MINIMAX.call[0]),
+    calls=tagged.tagged(tagged.MINIMAX),
+    lead="\n",
+    writing=Writing(
+        opening="<minimax:tool_call>\n",
+        begin='<invoke name="%s">\n',
+        end="</invoke>\n",
+        closing="</minimax:tool_call>",
+        fields=Fields(begin='<parameter name="%s">', end="</parameter>", after="\n"),
+    ),
+    special=True,
+)
+_DSML = ToolFamily(
+    name="deepseek_v32",
+    markers=(tagged.DSML.calls[0], tagged.DSML.call[0]),
+    calls=tagged.tagged(tagged.DSML),
+    lead="\n\n",
+    writing=Writing(
+        opening="<｜DSML｜function_calls>\n",
+        begin='<｜DSML｜invoke name="%s">\n',
+        end="</｜DSML｜invoke>\n",
+        closing="</｜DSML｜function_calls>",
+        fields=Fields(
+            begin='<｜DSML｜parameter name="%s" string="',
+            quotes=Quotes(('true">', "</｜DSML｜parameter>"), ('false">', "</｜DSML｜parameter>")),
+            after="\n",
+        ),
+    ),
+    special=True,
 )
 _GLM = ToolFamily(
     name="glm",
@@ -206,7 +285,7 @@ def _gemma(name: str, marks: Marks) -> ToolFamily:
         writing=Writing(
             begin=f"{marks.begin}call:%s{{",
             end=f"}}{marks.end}",
-            fields=Fields(begin="%s:", quote=marks.quote, separator=","),
+            fields=Fields(begin="%s:", quotes=Quotes((marks.quote, marks.quote)), separator=","),
         ),
         special=True,
     )
@@ -217,15 +296,25 @@ _GEMMA_4 = _gemma("gemma4", GEMMA_4)
 
 _FAMILIES = (
     *(_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC, _QWEN_CODER, _GLM, _KIMI),
-    *(_FUNCTION_GEMMA, _GEMMA_4),
+    *(_FUNCTION_GEMMA, _GEMMA_4, _GRANITE, _PHI, _OLMO, _DEEPSEEK_31, _DSML, _MINIMAX),
 )
 TOOLS: Mapping[str, ToolFamily] = {family.name: family for family in _FAMILIES}
 """By the name that `--tool-parser` takes."""
 
 _THINK = ReasoningFamily(name="think", begin="<think>", end="</think>", gap="\n\n")
 _BRACKETS = ReasoningFamily(name="mistral", begin="[THINK]", end="[/THINK]", special=True)
+# Granite 3.2 writes "is", and "'s" in some conversions; 3.3 writes <think>.
+_GRANITE_THOUGHT = ReasoningFamily(
+    name="granite",
+    begin="Here is my thought process:",
+    end="Here is my response:",
+    gap="\n\n",
+    spellings=(("Here's my thought process:", "Here's my response:"),),
+)
 
-REASONING: Mapping[str, ReasoningFamily] = {family.name: family for family in (_THINK, _BRACKETS)}
+REASONING: Mapping[str, ReasoningFamily] = {
+    family.name: family for family in (_THINK, _BRACKETS, _GRANITE_THOUGHT)
+}
 """By the name that `--reasoning-parser` takes."""
 
 
@@ -237,6 +326,8 @@ def tool_family(choice: str, template: str) -> ToolFamily | None:
     family = _found(template) if choice == "auto" else TOOLS[choice]
     if family is _MISTRAL and "[ARGS]" in template:
         return _MISTRAL_11
+    if family is _GRANITE and _GRANITE_LISTS in template:
+        return _GRANITE_31
     if family is _DEEPSEEK and "<｜tool▁sep｜>" in template and "```json" not in template:
         return _DEEPSEEK_31
     if family is _GLM and "</arg_key><arg_value>" in template:
@@ -255,13 +346,20 @@ def _found(template: str) -> ToolFamily:
     return next((family for family, signs in _SIGNS if any(sign in template for sign in signs)), _HERMES)
 
 
+_GRANITE_LISTS = "<tool_call> followed by a JSON list"
+"""What the template of Granite 3.1 says."""
 _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
     # Tags inside the tag are other formats than JSON there: they come first.
-    (_QWEN_CODER, (tagged.FUNCTION,)),
+    (_QWEN_CODER, (tagged.QWEN_CODER.call[0],)),
     (_GLM, ("<arg_key>",)),
     (_KIMI, formats.KIMI[:1]),
     (_FUNCTION_GEMMA, FUNCTION_GEMMA[:1]),
     (_GEMMA_4, GEMMA_4[:1]),
+    (_MINIMAX, tagged.MINIMAX.calls[:1]),
+    (_DSML, ("｜DSML｜",)),
+    (_OLMO, OLMO[:1]),
+    (_GRANITE, (formats.GRANITE[0], _GRANITE_LISTS)),
+    (_PHI, (f"{formats.PHI}[", "<|/tool|>")),
     (_HERMES, ("<tool_call>",)),
     (_MISTRAL, ("[TOOL_CALLS]",)),
     (_DEEPSEEK, formats.DEEPSEEK[:1]),

@@ -2,57 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from app.parsers.calls import CallParser
+from app.parsers.calls import CallParser, Format
 from app.parsers.cursor import Cursor, Malformed, Steps, checked_name
+from app.parsers.formats import arguments
 from app.parsers.pythonic import json_argument
 from app.parsers.typed import Types, inside, quoted
 
+
+class Tags(NamedTuple):
+    """Tags around calls, around each call, and around each of its arguments."""
+
+    calls: tuple[str, str]
+    call: tuple[str, str]
+    """The first goes up to the name."""
+    argument: tuple[str, str]
+    named: str
+    """Behind a name."""
+    line: str = ""
+    """Inside a tag, around what it encloses."""
+
+
 TOOL_CALL = ("<tool_call>", "</tool_call>")
-FUNCTION = "<function="
-_PARAMETER = ("<parameter=", "</parameter>")
-_FUNCTION_ENDS = tuple(f"</function>{gap}{TOOL_CALL[1]}" for gap in ("", "\n"))
+QWEN_CODER = Tags(
+    calls=TOOL_CALL,
+    call=("<function=", "</function>"),
+    argument=("<parameter=", "</parameter>"),
+    named=">",
+    line="\n",
+)
+MINIMAX = Tags(
+    calls=("<minimax:tool_call>", "</minimax:tool_call>"),
+    call=('<invoke name="', "</invoke>"),
+    argument=('<parameter name="', "</parameter>"),
+    named='">',
+)
+DSML = Tags(
+    calls=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    call=('<｜DSML｜invoke name="', "</｜DSML｜invoke>"),
+    argument=('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
+    named='">',
+)
+_IS_STRING = '" string="'
+"""In DeepSeek's tags behind an argument's name, before `true` or `false`."""
 _KEY = ("<arg_key>", "</arg_key>")
 _VALUE = ("<arg_value>", "</arg_value>")
 _STRING: Types = frozenset(("string",))
 
 
-def qwen_coder(calls: CallParser) -> Steps[None]:
-    """`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`, a line break
-    inside each tag. Models omit the outer one; then functions must be declared."""
-    cursor = calls.cursor
-    marked = yield from cursor.skip(TOOL_CALL[0])
-    while True:
-        yield from cursor.spaces()
-        yield from cursor.expect(FUNCTION)
-        name = calls.named((yield from cursor.until(">")), declared=not marked)
-        calls.start(name)
-        yield from _parameters(calls, name)
-        calls.whole()
-        if (yield from calls.tail(TOOL_CALL[1])):
-            return
-        if (yield from cursor.ahead(len(FUNCTION))) != FUNCTION:
-            return
-        cursor.record()
+def tagged(tags: Tags) -> Format:
+    """`<calls><call name><argument key>value</argument>...</call>...</calls>`, or one JSON object in place of
+    the arguments, as DeepSeek V3.2 sometimes writes. Models omit the outer tag; then functions must be
+    declared."""
+
+    def read(calls: CallParser) -> Steps[None]:
+        cursor = calls.cursor
+        marked = yield from cursor.skip(tags.calls[0])
+        while True:
+            yield from cursor.spaces()
+            yield from cursor.expect(tags.call[0])
+            name = calls.named((yield from cursor.until(tags.named)), declared=not marked)
+            if (yield from cursor.spaces()) == "{":
+                yield from arguments(calls, name)
+                yield from calls.tail(tags.call[1])
+            else:
+                calls.start(name)
+                yield from _arguments(calls, name, tags)
+                calls.whole()
+            if (yield from calls.tail(tags.calls[1])):
+                return
+            if (yield from cursor.ahead(len(tags.call[0]))) != tags.call[0]:
+                return
+            cursor.record()
+
+    return read
 
 
-def _parameters(calls: CallParser, name: str) -> Steps[None]:
+def _arguments(calls: CallParser, name: str, tags: Tags) -> Steps[None]:
     cursor, before = calls.cursor, "{"
+    begin, end = tags.argument
     declared = calls.properties(name)
     ahead = dict.fromkeys(declared)
-    while (yield from cursor.spaces()) == "<" and (yield from cursor.skip(_PARAMETER[0])):
-        key = checked_name((yield from cursor.until(">")))
+    while (yield from cursor.spaces()) == "<" and (yield from cursor.skip(begin)):
+        key, _, is_string = (yield from cursor.until(tags.named)).partition(_IS_STRING)
+        key = checked_name(key)
         ahead.pop(key, None)
         calls.arguments(f"{before}{quoted(key)}: ")
-        if (yield from cursor.peek()) == "\n":
+        if tags.line and (yield from cursor.peek()) == tags.line:
             cursor.take(cursor.at + 1)
         # A missing end is where the next argument begins, or where the call ends.
-        following = [f"{_PARAMETER[0]}{each}>" for each in ahead] if declared else [f"\n{_PARAMETER[0]}"]
-        yield from _value(calls, calls.types(name, key), (_PARAMETER[1], *following, *_FUNCTION_ENDS), "\n")
+        following = [f"{begin}{each}{tags.named[0]}" for each in ahead] if declared else [f"\n{begin}"]
+        last = (f"{tags.call[1]}{gap}{tags.calls[1]}" for gap in ("", "\n"))
+        types = _TYPES[is_string] if is_string in _TYPES else calls.types(name, key)
+        yield from _value(calls, types, (end, *following, *last), tags.line)
         before = ", "
-    yield from cursor.expect("</function>")
+    yield from cursor.expect(tags.call[1])
     calls.arguments("{}" if before == "{" else "}")
+
+
+_TYPES: Mapping[str, Types] = {"true": _STRING, "false": None}
+"""By what a tag says of its value."""
 
 
 def glm(calls: CallParser) -> Steps[None]:

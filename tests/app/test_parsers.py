@@ -147,6 +147,48 @@ def gemma_4(calls: Made) -> str:
     return text
 
 
+def listed(calls: Made) -> str:
+    return json.dumps([{"name": name, "arguments": args} for name, args in calls], ensure_ascii=False)
+
+
+def granite(calls: Made) -> str:
+    return f"<|tool_call|>{listed(calls)}"
+
+
+def granite_31(calls: Made) -> str:
+    return f"<tool_call> {listed(calls)}"
+
+
+def phi(calls: Made) -> str:
+    return f"functools{listed(calls)}"
+
+
+def olmo(calls: Made) -> str:
+    lines = (pythonic([call])[1:-1] for call in calls)
+    return "<function_calls>\n{}\n</function_calls>".format("\n".join(lines))
+
+
+def invoked(calls: Made, mark: str, outer: str, argument: Callable[[str, Any], str]) -> str:
+    each = ((name, "".join(argument(key, value) for key, value in args.items())) for name, args in calls)
+    inner = "".join(f'<{mark}invoke name="{name}">\n{made}</{mark}invoke>\n' for name, made in each)
+    return f"<{outer}>\n{inner}</{outer}>"
+
+
+def minimax(calls: Made) -> str:
+    def argument(key: str, value: Any) -> str:
+        return f'<parameter name="{key}">{tagged(value)}</parameter>\n'
+
+    return invoked(calls, "", "minimax:tool_call", argument)
+
+
+def dsml(calls: Made) -> str:
+    def argument(key: str, value: Any) -> str:
+        string = "true" if isinstance(value, str) else "false"
+        return f'<｜DSML｜parameter name="{key}" string="{string}">{tagged(value)}</｜DSML｜parameter>\n'
+
+    return invoked(calls, "｜DSML｜", "｜DSML｜function_calls", argument)
+
+
 WRITERS: dict[Callable[[Made], str], str] = {
     hermes: "hermes",
     llama: "llama3",
@@ -163,8 +205,14 @@ WRITERS: dict[Callable[[Made], str], str] = {
     kimi: "kimi_k2",
     function_gemma: "functiongemma",
     gemma_4: "gemma4",
+    granite: "granite",
+    granite_31: "granite",
+    phi: "phi4_mini_json",
+    olmo: "olmo3",
+    minimax: "minimax_m2",
+    dsml: "deepseek_v32",
 }
-LEADS = {"hermes": "\n", "qwen3_coder": "\n", "glm": "\n"}
+LEADS = {"hermes": "\n", "qwen3_coder": "\n", "glm": "\n", "minimax_m2": "\n", "deepseek_v32": "\n\n"}
 """What templates write between text and calls."""
 
 MALFORMED = {
@@ -238,6 +286,46 @@ MALFORMED = {
         "<start_function_call>call:f{a:{b:[}}<end_function_call>",
         "<start_function_call>call:f{a:1 {}}<end_function_call>",
         "<start_function_call>call:f{a:" + "[" * (MAX_DEPTH + 2),
+    ),
+    "granite": (
+        "<|tool_call|>",
+        "<|tool_call|>[]",
+        '<|tool_call|> {"name": "f", "arguments": {}}',
+        '<|tool_call|>[{"name": "f", "arguments": "not a dict"}]',
+        '[{"name": "f", "arguments": {}}]',
+        'Some text [{"name": "f"}] and <tool_call> alone',
+    ),
+    "phi4_mini_json": (
+        "functools",
+        "functools[",
+        "import functools\nfunctools.partial(f)",
+        "functools[nothing]",
+        'functools{"name": "f", "arguments": {}}',
+        'functools[{"name": "f", "arguments": [1]}]',
+    ),
+    "olmo3": (
+        "<function_calls>",
+        "<function_calls></function_calls>",
+        "<function_calls>f</function_calls>",
+        "<function_calls>f(1)</function_calls>",
+        "<function_calls>f(a=g())</function_calls>",
+        '<function_calls>{"name": "f"}</function_calls>',
+        "f(a=1)",
+    ),
+    "minimax_m2": (
+        "<minimax:tool_call>",
+        "<minimax:tool_call>\nnothing\n</minimax:tool_call>",
+        '<minimax:tool_call>\n<invoke name="">\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="f">\nfree text\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="">1</parameter>\n</invoke>',
+        '<invoke name="unknown">\n</invoke>',
+        "a <minimax:tool_call> b <invoke",
+    ),
+    "deepseek_v32": (
+        "<｜DSML｜function_calls>",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n{"a" 1}\n</｜DSML｜invoke>',
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\nno\n</｜DSML｜invoke>',
+        '<｜DSML｜invoke name="unknown">\n</｜DSML｜invoke>',
     ),
     "pythonic": (
         "[1, 2]",
@@ -433,6 +521,17 @@ def test_an_argument_that_never_ends_does_not_swallow_the_next() -> None:
         ("llama3", 'A {"name": "f"}; then B', "A ; then B", "f"),
         ("pythonic", "see [f(a=1)]", "see ", "f"),
         ("pythonic", "So [1] [f(x) for x in y]:\n[f(), f(b=[2])] ok", "So [1] [f(x) for x in y]:\n ok", "ff"),
+        ("granite", 'Let me see.\n<|tool_call|> [{"name": "f"}]\n\nSo.', "Let me see.\n\n\nSo.", "f"),
+        ("granite", '<tool_call>[{"name": "f"}, {"name": "g"}', "", "fg"),
+        ("phi4_mini_json", ' functools[{"name": "f", "parameters": {"a": [[1], "]"]}}]', "", "f"),
+        ("phi4_mini_json", 'A functools[\n  {"name": "f"},\n  {"name": "g"}\n]\n', "A ", "fg"),
+        ("olmo3", "<function_calls>\n\n  f(a=true)  \n\n\tg()\n</function_calls>", "", "fg"),
+        ("olmo3", "A <function_calls>f(), g()\n", "A ", "fg"),
+        ("olmo3", "<function_calls>f()\nSo be it", "\nSo be it", "f"),
+        ("deepseek_v31", deepseek_31([("f", {}), ("g", {"a": 1})]), "", "fg"),
+        ("minimax_m2", 'A\n<invoke name="f">\n</invoke> B', "A B", "f"),
+        ("deepseek_v32", f"A\n\n\n{dsml([('f', {})])}\n\nB", "A\n\n\nB", "f"),
+        ("deepseek_v32", f"A\n\n<B\n{dsml([('f', {})])}", "A\n\n<B", "f"),
         ("hermes", ' \n<tool_call>{"name": "f"}</tool_call>\n\n', "", "f"),
         ("hermes", 'A\n\n<tool_call>{"name": "f"}</tool_call> B ', "A\n B ", "f"),
         ("hermes", 'A <tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f"}', "A ", "ff"),
@@ -462,6 +561,35 @@ def test_a_call_without_its_outer_tag_is_one_where_the_function_is_declared() ->
         content, calls = read("qwen3_coder", pieces)
         assert content == "Hm.\nSo." and [(name, json.loads(args)) for name, args in calls] == made
     assert read("qwen3_coder", ["<function=g>\n</function>"]) == ("<function=g>\n</function>", [])
+
+
+def test_olmos_values_are_pythons_or_json() -> None:
+    text = (
+        "<function_calls>f(a=null, b=[true, None], c={}, d='it\\'s', e={\"k\": 'v'}, f=-1.5)</function_calls>"
+    )
+    for pieces in cuts(text):
+        _, [(_, arguments)] = read("olmo3", pieces)
+        values = {"a": None, "b": [True, None], "c": {}, "d": "it's", "e": {"k": "v"}, "f": -1.5}
+        assert json.loads(arguments) == values
+
+
+@pytest.mark.parametrize(
+    ("said", "written", "value"),
+    [("true", "5", "5"), ("true", " <a>\n", " <a>\n"), ("false", "5", 5), ("false", "[1, {}]", [1, {}])],
+)
+def test_deepseeks_tags_say_whether_a_value_is_a_string(said: str, written: str, value: Any) -> None:
+    """Whatever the schema: `text` is a string, of `a` nothing is known."""
+    for key in ("a", "text"):
+        argument = f'<｜DSML｜parameter name="{key}" string="{said}">{written}</｜DSML｜parameter>'
+        for pieces in cuts(f'<｜DSML｜invoke name="f">{argument}</｜DSML｜invoke>'):
+            assert [json.loads(made) for _, made in read("deepseek_v32", pieces)[1]] == [{key: value}]
+
+
+def test_deepseeks_arguments_may_be_one_object() -> None:
+    one = '<｜DSML｜invoke name="f">\n{"a": [1]}\n</｜DSML｜invoke>\n'
+    for text in (f"<｜DSML｜function_calls>\n{one * 2}</｜DSML｜function_calls>", one * 2):
+        for pieces in (*cuts(text), *splits(text)):
+            assert read("deepseek_v32", pieces) == ("", [("f", '{"a": [1]}')] * 2)
 
 
 TYPED: list[tuple[Any, str, Any]] = [
@@ -511,6 +639,7 @@ def test_a_bare_value_is_what_its_schema_says(schema: Any, written: str, value: 
     for family, text in (
         ("qwen3_coder", f"<tool_call>\n<function=f>\n<parameter=k>\n{written}\n</parameter>\n</function>"),
         ("glm", f"<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>{written}</arg_value>\n</tool_call>"),
+        ("minimax_m2", f'<invoke name="f">\n<parameter name="k">{written}</parameter>\n</invoke>'),
     ):
         for pieces in cuts(text):
             message = assemble(parse(CallParser(TOOLS[family], NAMES, {"f": root}), pieces))
@@ -620,6 +749,13 @@ def test_any_arguments_survive(calls: Made, writer: Callable[[Made], str], seed:
                 *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<｜tool▁calls▁begin｜>"),
                 *("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "```json", "<｜tool▁call▁end｜>"),
                 *("<start_function_call>", "call:f{", "a:", "<escape>", "<end_function_call>"),
+                *(
+                    "<|tool_call|>",
+                    "functools[",
+                    "<function_calls>",
+                    "</function_calls>",
+                    '<invoke name="f">',
+                ),
             ]
         ),
         max_size=30,
@@ -682,6 +818,8 @@ OPENINGS = {
     "glm": "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>",
     "gemma4": "<|tool_call>call:f{a:",
+    "olmo3": "<function_calls>f(a=",
+    "deepseek_v32": '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text">',
 }
 
 

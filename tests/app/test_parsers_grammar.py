@@ -154,6 +154,21 @@ WRITTEN = {
     "functiongemma": "<start_function_call>call:weather{city:<escape>Oslo<escape>}<end_function_call>"
     "<start_function_call>call:now{}<end_function_call>",
     "gemma4": '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}, '
+    '{"name": "now", "arguments": {}}]',
+    "granite <tool_call> followed by a JSON list": '<tool_call>[{"name": "weather", "arguments": '
+    '{"city": "Oslo"}}, {"name": "now", "arguments": {}}]',
+    "phi4_mini_json": 'functools[{"name": "weather", "arguments": {"city": "Oslo"}}, '
+    '{"name": "now", "arguments": {}}]',
+    "olmo3": '<function_calls>weather(city="Oslo")\nnow()</function_calls>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n'
+    '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "mistral [ARGS]": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]now[ARGS]{}',
     "deepseek_v3 <｜tool▁sep｜>": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
@@ -192,7 +207,7 @@ def test_calls_in_an_unknown_format_cannot_be_made_to_happen() -> None:
         assert refused.value.param == ("tool_choice" if wanted.calls == "required" else "tools")
 
 
-TAGGED = ("qwen3_coder", "glm", "pythonic", "functiongemma")
+TAGGED = ("qwen3_coder", "glm", "pythonic", "functiongemma", "olmo3", "minimax_m2", "deepseek_v32")
 """Families that write arguments one by one."""
 TRIP = {
     "type": "object",
@@ -209,13 +224,31 @@ TRIP = {
 }
 
 
+def said(value: str) -> str:
+    """A value behind what DeepSeek's tag says of it; strings of this module's calls begin with a quote."""
+    return f'true">{value[1:-1]}' if value.startswith("'") else f'false">{value}'
+
+
 def tagged(family: str, **values: str) -> str:
     """A call of `trip`, its arguments as they stand in the text."""
     if family == "pythonic":
         return f"[trip({', '.join(f'{key}={value}' for key, value in values.items())})]"
+    if family == "olmo3":
+        return f"<function_calls>{tagged('pythonic', **values)[1:-1]}</function_calls>"
     if family == "functiongemma":
         each = (f"{key}:{value}" for key, value in values.items())
         return f"<start_function_call>call:trip{{{','.join(each)}}}<end_function_call>"
+    if family == "minimax_m2":
+        each = (f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
+        call = f'<invoke name="trip">\n{"".join(each)}</invoke>\n'
+        return f"<minimax:tool_call>\n{call}</minimax:tool_call>"
+    if family == "deepseek_v32":
+        each = (
+            f'<｜DSML｜parameter name="{key}" string="{said(value)}</｜DSML｜parameter>\n'
+            for key, value in values.items()
+        )
+        call = f'<｜DSML｜invoke name="trip">\n{"".join(each)}</｜DSML｜invoke>\n'
+        return f"<｜DSML｜function_calls>\n{call}</｜DSML｜function_calls>"
     if family == "glm":
         each = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items())
         return f"<tool_call>trip\n{''.join(each)}</tool_call>"
@@ -227,8 +260,8 @@ def tagged(family: str, **values: str) -> str:
 @pytest.mark.parametrize("calls", ["required", "auto"])
 def test_arguments_one_by_one_are_held_to_their_schemas(family: str, calls: str) -> None:
     spec = grammar(TOOLS[family], tools=(Tool("trip", TRIP, True),), calls=calls)
-    quote = {"pythonic": '"', "functiongemma": "<escape>"}.get(family, "")
-    true = "True" if family == "pythonic" else "true"
+    quote = {"pythonic": '"', "olmo3": '"', "functiongemma": "<escape>", "deepseek_v32": "'"}.get(family, "")
+    true = "True" if family in ("pythonic", "olmo3") else "true"
     right = (
         {"days": "3"},
         {"days": "3", "note": f"{quote}a <b> c{quote}"},

@@ -19,7 +19,7 @@ THINK = REASONING["think"]
 
 
 def thinking(inside: bool) -> ReasoningParser:
-    return ReasoningParser((THINK.begin, THINK.end), inside)
+    return ReasoningParser(THINK.begins, THINK.ends, inside=inside)
 
 
 TEXTS = (
@@ -49,6 +49,30 @@ def test_thinking_is_told_apart(text: str, inside: bool, reasoning: str, content
         assert (inline.reasoning, inline.content) == ("", text)
         silent = assemble(parse(Reading(reasoning=THINK, inside=inside, silent=True).answer(), pieces))
         assert (silent.reasoning, silent.content) == ("", content)
+
+
+GRANITE_TEXTS = (
+    ("Here is my thought process:\nhm\n\nHere is my response:\n\nYes.", "hm", "Yes."),
+    ("Here's my thought process: hm Here's my response: Yes.", " hm ", " Yes."),
+    (
+        "Here is my thought process:\nhm\nHere's my response:A Here is my response:",
+        "hm",
+        "A Here is my response:",
+    ),
+    ("Here is my response: Yes.", "", "Here is my response: Yes."),
+    ("Here is", "", "Here is"),
+    ("Here is my thought process: hm\nHere is my", " hm\nHere is my", ""),
+)
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content"), GRANITE_TEXTS)
+def test_granites_thoughts_are_told_apart(text: str, reasoning: str, content: str) -> None:
+    family = REASONING["granite"]
+    for pieces in (*cuts(text), *splits(text)):
+        message = assemble(parse(Reading(reasoning=family).answer(), pieces))
+        assert (message.reasoning, message.content) == (reasoning, content)
+        inline = assemble(parse(Reading(reasoning=family, inline=True).answer(), pieces))
+        assert (inline.reasoning, inline.content) == ("", text)
 
 
 def test_thinking_comes_as_it_is_written() -> None:
@@ -161,6 +185,15 @@ def test_real_templates_say_of_which_family_they_are() -> None:
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),
         ("<start_function_declaration> <start_function_call>call:", "functiongemma", None),
         ("<|tool>declaration: <|tool_call>call:", "gemma4", None),
+        ("respond only with <|tool_call|> followed by a JSON list", "granite", None),
+        ("respond with <tool_call> followed by a JSON list of tools used", "granite", None),
+        ("Write your response after 'Here is my response:'. <|tool_call|>", "granite", "granite"),
+        ('formatted as functools[{"name": [function name]', "phi4_mini_json", None),
+        ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json", None),
+        ("within <function_calls></function_calls> XML tags", "olmo3", None),
+        ("<minimax:tool_call> </think>", "minimax_m2", "think"),
+        ("<｜DSML｜function_calls>", "deepseek_v32", None),
+        ("<｜tool▁calls▁begin｜> <｜tool▁sep｜>", "deepseek_v31", None),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", None),
         ("[TOOL_CALLS] [THINK][/THINK]", "mistral", "mistral"),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3", None),
