@@ -367,6 +367,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
             "functiongemma",
             "gemma4",
             "granite",
+            "granite-20b-fc",
             "phi4_mini_json",
             "olmo3",
             "deepseek_v31",
@@ -376,7 +377,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         "format of tool calls; auto: detected from the chat template",
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think", "mistral", "granite"],
+        Literal["auto", "none", "think", "mistral", "granite", "gemma4"],
         "format of reasoning; auto: detected from the chat template",
     ] = "auto"
     trust_request_chat_template: Annotated[

@@ -12,6 +12,7 @@ HERMES = ("<tool_call>", "</tool_call>")
 MISTRAL = "[TOOL_CALLS]"
 GRANITE = ("<|tool_call|>", "<tool_call>")
 """Granite 3.0, 3.2 and 3.3 write the token, 3.1 the text."""
+GRANITE_20B = "<function_call>"
 PHI = "functools"
 LLAMA = "<|python_tag|>"
 LLAMA_BEGINS = tuple(
@@ -30,18 +31,18 @@ def hermes(calls: CallParser) -> Steps[None]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`"""
     cursor = calls.cursor
     yield from cursor.expect(HERMES[0])
-    yield from _call(calls)
+    yield from call(calls)
     yield from calls.tail(HERMES[1])
 
 
 def llama(calls: CallParser) -> Steps[None]:
     """`<|python_tag|>{"name": ..., "parameters": {...}}; {...}`; functions must be declared without it."""
     declared = not (yield from calls.cursor.skip(LLAMA))
-    yield from _call(calls, declared)
+    yield from call(calls, declared)
     while (yield from calls.gap()) == ";":
         calls.cursor.record()
         calls.cursor.take(calls.cursor.at + 1)
-        yield from _call(calls, declared)
+        yield from call(calls, declared)
 
 
 def mistral(calls: CallParser) -> Steps[None]:
@@ -51,10 +52,10 @@ def mistral(calls: CallParser) -> Steps[None]:
     yield from cursor.expect(MISTRAL)
     sign = yield from cursor.spaces()
     if sign == "{":
-        yield from _call(calls)
+        yield from call(calls)
         while (yield from calls.gap()) == "{":
             cursor.record()
-            yield from _call(calls)
+            yield from call(calls)
         return
     if sign != "[":
         yield from _named(calls)
@@ -74,11 +75,11 @@ def listed(calls: CallParser) -> Steps[None]:
     cursor = calls.cursor
     yield from cursor.spaces()
     yield from cursor.expect("[")
-    yield from _call(calls)
+    yield from call(calls)
     while (yield from calls.gap()) == ",":
         cursor.take(cursor.at + 1)
         cursor.record()
-        yield from _call(calls)
+        yield from call(calls)
     yield from calls.tail("]")
 
 
@@ -124,7 +125,7 @@ def _named(calls: CallParser) -> Steps[None]:
     yield from arguments(calls, name)
 
 
-def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
+def call(calls: CallParser, declared: bool = False) -> Steps[None]:
     """`{"name": ..., "arguments": {...}}`, the keys in any order, other keys ignored."""
     cursor = calls.cursor
     name, early = "", "{}"

@@ -145,6 +145,12 @@ _GRANITE_31 = msgspec.structs.replace(
     markers=formats.GRANITE[::-1],
     writing=msgspec.structs.replace(_MISTRAL.writing, opening=f"{formats.GRANITE[1]}["),
 )
+_GRANITE_20B = ToolFamily(
+    name="granite-20b-fc",
+    markers=(formats.GRANITE_20B,),
+    calls=formats.marked(formats.GRANITE_20B, formats.call),
+    writing=Writing(begin='<function_call> {"name": "%s", "arguments": ', end="}", separator=" "),
+)
 _PHI = ToolFamily(
     name="phi4_mini_json",
     # Without the bracket it is the name of one of Python's modules.
@@ -296,7 +302,7 @@ _GEMMA_4 = _gemma("gemma4", GEMMA_4)
 
 _FAMILIES = (
     *(_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC, _QWEN_CODER, _GLM, _KIMI),
-    *(_FUNCTION_GEMMA, _GEMMA_4, _GRANITE, _PHI, _OLMO, _DEEPSEEK_31, _DSML, _MINIMAX),
+    *(_FUNCTION_GEMMA, _GEMMA_4, _GRANITE, _GRANITE_20B, _PHI, _OLMO, _DEEPSEEK_31, _DSML, _MINIMAX),
 )
 TOOLS: Mapping[str, ToolFamily] = {family.name: family for family in _FAMILIES}
 """By the name that `--tool-parser` takes."""
@@ -311,9 +317,10 @@ _GRANITE_THOUGHT = ReasoningFamily(
     gap="\n\n",
     spellings=(("Here's my thought process:", "Here's my response:"),),
 )
+_GEMMA_THOUGHT = ReasoningFamily(name="gemma4", begin="<|channel>thought", end="<channel|>", special=True)
 
 REASONING: Mapping[str, ReasoningFamily] = {
-    family.name: family for family in (_THINK, _BRACKETS, _GRANITE_THOUGHT)
+    family.name: family for family in (_THINK, _BRACKETS, _GRANITE_THOUGHT, _GEMMA_THOUGHT)
 }
 """By the name that `--reasoning-parser` takes."""
 
@@ -359,6 +366,7 @@ _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
     (_DSML, ("｜DSML｜",)),
     (_OLMO, OLMO[:1]),
     (_GRANITE, (formats.GRANITE[0], _GRANITE_LISTS)),
+    (_GRANITE_20B, (formats.GRANITE_20B,)),
     (_PHI, (f"{formats.PHI}[", "<|/tool|>")),
     (_HERMES, ("<tool_call>",)),
     (_MISTRAL, ("[TOOL_CALLS]",)),

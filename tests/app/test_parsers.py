@@ -159,6 +159,10 @@ def granite_31(calls: Made) -> str:
     return f"<tool_call> {listed(calls)}"
 
 
+def granite_20b(calls: Made) -> str:
+    return " ".join(f"<function_call> {listed([call])[1:-1]}" for call in calls)
+
+
 def phi(calls: Made) -> str:
     return f"functools{listed(calls)}"
 
@@ -207,6 +211,7 @@ WRITERS: dict[Callable[[Made], str], str] = {
     gemma_4: "gemma4",
     granite: "granite",
     granite_31: "granite",
+    granite_20b: "granite-20b-fc",
     phi: "phi4_mini_json",
     olmo: "olmo3",
     minimax: "minimax_m2",
@@ -523,6 +528,7 @@ def test_an_argument_that_never_ends_does_not_swallow_the_next() -> None:
         ("pythonic", "So [1] [f(x) for x in y]:\n[f(), f(b=[2])] ok", "So [1] [f(x) for x in y]:\n ok", "ff"),
         ("granite", 'Let me see.\n<|tool_call|> [{"name": "f"}]\n\nSo.', "Let me see.\n\n\nSo.", "f"),
         ("granite", '<tool_call>[{"name": "f"}, {"name": "g"}', "", "fg"),
+        ("granite-20b-fc", 'A <function_call>{"name": "f"}\n<function_call> {"name": "g"}B', "A B", "fg"),
         ("phi4_mini_json", ' functools[{"name": "f", "parameters": {"a": [[1], "]"]}}]', "", "f"),
         ("phi4_mini_json", 'A functools[\n  {"name": "f"},\n  {"name": "g"}\n]\n', "A ", "fg"),
         ("olmo3", "<function_calls>\n\n  f(a=true)  \n\n\tg()\n</function_calls>", "", "fg"),

@@ -158,6 +158,8 @@ WRITTEN = {
     '{"name": "now", "arguments": {}}]',
     "granite <tool_call> followed by a JSON list": '<tool_call>[{"name": "weather", "arguments": '
     '{"city": "Oslo"}}, {"name": "now", "arguments": {}}]',
+    "granite-20b-fc": '<function_call> {"name": "weather", "arguments": {"city": "Oslo"}} '
+    '<function_call> {"name": "now", "arguments": {}}',
     "phi4_mini_json": 'functools[{"name": "weather", "arguments": {"city": "Oslo"}}, '
     '{"name": "now", "arguments": {}}]',
     "olmo3": '<function_calls>weather(city="Oslo")\nnow()</function_calls>',

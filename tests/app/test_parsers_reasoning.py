@@ -51,27 +51,25 @@ def test_thinking_is_told_apart(text: str, inside: bool, reasoning: str, content
         assert (silent.reasoning, silent.content) == ("", content)
 
 
-GRANITE_TEXTS = (
-    ("Here is my thought process:\nhm\n\nHere is my response:\n\nYes.", "hm", "Yes."),
-    ("Here's my thought process: hm Here's my response: Yes.", " hm ", " Yes."),
-    (
-        "Here is my thought process:\nhm\nHere's my response:A Here is my response:",
-        "hm",
-        "A Here is my response:",
-    ),
-    ("Here is my response: Yes.", "", "Here is my response: Yes."),
-    ("Here is", "", "Here is"),
-    ("Here is my thought process: hm\nHere is my", " hm\nHere is my", ""),
+OTHER_TEXTS = (
+    ("granite", "Here is my thought process:\nhm\n\nHere is my response:\n\nYes.", "hm", "Yes."),
+    ("granite", "Here's my thought process: hm Here's my response: Yes.", " hm ", " Yes."),
+    ("granite", "Here is my thought process:hm\nHere's my response:A Here is", "hm", "A Here is"),
+    ("granite", "Here is my response: Yes.", "", "Here is my response: Yes."),
+    ("granite", "Here is", "", "Here is"),
+    ("granite", "Here is my thought process: hm\nHere is my", " hm\nHere is my", ""),
+    ("gemma4", "<|channel>thought\nhm\n<channel|>Yes. <channel|>", "hm", "Yes. <channel|>"),
+    ("gemma4", "<|channel>thought\n<channel|>Yes.", "", "Yes."),
+    ("gemma4", "<|channel>thought\nhm", "hm", ""),
 )
 
 
-@pytest.mark.parametrize(("text", "reasoning", "content"), GRANITE_TEXTS)
-def test_granites_thoughts_are_told_apart(text: str, reasoning: str, content: str) -> None:
-    family = REASONING["granite"]
+@pytest.mark.parametrize(("family", "text", "reasoning", "content"), OTHER_TEXTS)
+def test_reasoning_between_other_marks(family: str, text: str, reasoning: str, content: str) -> None:
     for pieces in (*cuts(text), *splits(text)):
-        message = assemble(parse(Reading(reasoning=family).answer(), pieces))
+        message = assemble(parse(Reading(reasoning=REASONING[family]).answer(), pieces))
         assert (message.reasoning, message.content) == (reasoning, content)
-        inline = assemble(parse(Reading(reasoning=family, inline=True).answer(), pieces))
+        inline = assemble(parse(Reading(reasoning=REASONING[family], inline=True).answer(), pieces))
         assert (inline.reasoning, inline.content) == ("", text)
 
 
@@ -184,7 +182,8 @@ def test_real_templates_say_of_which_family_they_are() -> None:
         ("<tool_call>{name}\n<arg_key>", "glm", None),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),
         ("<start_function_declaration> <start_function_call>call:", "functiongemma", None),
-        ("<|tool>declaration: <|tool_call>call:", "gemma4", None),
+        ("<|tool>declaration: <|tool_call>call: <|channel>thought\n<channel|>", "gemma4", "gemma4"),
+        ("Use <function_call> for each", "granite-20b-fc", None),
         ("respond only with <|tool_call|> followed by a JSON list", "granite", None),
         ("respond with <tool_call> followed by a JSON list of tools used", "granite", None),
         ("Write your response after 'Here is my response:'. <|tool_call|>", "granite", "granite"),
