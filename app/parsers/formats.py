@@ -13,7 +13,8 @@ MISTRAL = "[TOOL_CALLS]"
 GRANITE = ("<|tool_call|>", "<tool_call>")
 """Granite 3.0, 3.2 and 3.3 write the token, 3.1 the text."""
 GRANITE_20B = "<function_call>"
-PHI = "functools"
+PHI = ("functools[", "<|tool_call|>", "<|/tool_call|>")
+"""The first with its bracket, since the word alone is one of Python's modules. The others are tokens."""
 LLAMA = "<|python_tag|>"
 LLAMA_BEGINS = tuple(
     f'{{{gap}"{key}"' for key in ("name", "type") for gap in ("", " ", "\n", "\n  ", "\n    ", "\n\t")
@@ -68,6 +69,17 @@ def granite(calls: CallParser) -> Steps[None]:
     if not (yield from calls.cursor.skip(GRANITE[0])):
         yield from calls.cursor.expect(GRANITE[1])
     yield from listed(calls)
+
+
+def phi(calls: CallParser) -> Steps[None]:
+    """`functools[{"name": ..., "arguments": {...}}, ...]`, or the list or one call between the tokens."""
+    cursor = calls.cursor
+    if (yield from cursor.skip(PHI[0][:-1])):
+        yield from listed(calls)
+        return
+    yield from cursor.expect(PHI[1])
+    yield from (call(calls) if (yield from cursor.spaces()) == "{" else listed(calls))
+    yield from calls.tail(PHI[2])
 
 
 def listed(calls: CallParser) -> Steps[None]:

@@ -153,10 +153,15 @@ _GRANITE_20B = ToolFamily(
 )
 _PHI = ToolFamily(
     name="phi4_mini_json",
-    # Without the bracket it is the name of one of Python's modules.
-    markers=(f"{formats.PHI}[",),
-    calls=formats.marked(formats.PHI, formats.listed),
-    writing=msgspec.structs.replace(_MISTRAL.writing, opening=f"{formats.PHI}["),
+    markers=formats.PHI[:2],
+    calls=formats.phi,
+    writing=msgspec.structs.replace(_MISTRAL.writing, opening=formats.PHI[0]),
+    special=True,
+)
+_PHI_TOKENS = msgspec.structs.replace(
+    _PHI,
+    markers=formats.PHI[1::-1],
+    writing=Writing(begin=f'{formats.PHI[1]}{{"name": "%s", "arguments": ', end=f"}}{formats.PHI[2]}"),
 )
 _DEEPSEEK = ToolFamily(
     name="deepseek_v3",
@@ -331,14 +336,9 @@ def tool_family(choice: str, template: str) -> ToolFamily | None:
     if choice == "none":
         return None
     family = _found(template) if choice == "auto" else TOOLS[choice]
-    if family is _MISTRAL and "[ARGS]" in template:
-        return _MISTRAL_11
-    if family is _GRANITE and _GRANITE_LISTS in template:
-        return _GRANITE_31
-    if family is _DEEPSEEK and "<｜tool▁sep｜>" in template and "```json" not in template:
-        return _DEEPSEEK_31
-    if family is _GLM and "</arg_key><arg_value>" in template:
-        return _GLM_47
+    for plain, sign, variant in _VARIANTS:
+        if family is plain and sign in template and (plain is not _DEEPSEEK or "```json" not in template):
+            return variant
     return family
 
 
@@ -355,6 +355,14 @@ def _found(template: str) -> ToolFamily:
 
 _GRANITE_LISTS = "<tool_call> followed by a JSON list"
 """What the template of Granite 3.1 says."""
+_VARIANTS = (
+    (_MISTRAL, "[ARGS]", _MISTRAL_11),
+    (_GRANITE, _GRANITE_LISTS, _GRANITE_31),
+    (_PHI, formats.PHI[2], _PHI_TOKENS),
+    (_DEEPSEEK, "<｜tool▁sep｜>", _DEEPSEEK_31),
+    (_GLM, "</arg_key><arg_value>", _GLM_47),
+)
+"""Family, a text of a template by which its model writes otherwise, and how."""
 _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
     # Tags inside the tag are other formats than JSON there: they come first.
     (_QWEN_CODER, (tagged.QWEN_CODER.call[0],)),
@@ -365,9 +373,9 @@ _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
     (_MINIMAX, tagged.MINIMAX.calls[:1]),
     (_DSML, ("｜DSML｜",)),
     (_OLMO, OLMO[:1]),
+    (_PHI, (formats.PHI[0], "<|/tool|>")),
     (_GRANITE, (formats.GRANITE[0], _GRANITE_LISTS)),
     (_GRANITE_20B, (formats.GRANITE_20B,)),
-    (_PHI, (f"{formats.PHI}[", "<|/tool|>")),
     (_HERMES, ("<tool_call>",)),
     (_MISTRAL, ("[TOOL_CALLS]",)),
     (_DEEPSEEK, formats.DEEPSEEK[:1]),

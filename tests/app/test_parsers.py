@@ -167,6 +167,10 @@ def phi(calls: Made) -> str:
     return f"functools{listed(calls)}"
 
 
+def phi_tokens(calls: Made) -> str:
+    return "".join(f"<|tool_call|>{listed([call])[1:-1]}<|/tool_call|>" for call in calls)
+
+
 def olmo(calls: Made) -> str:
     lines = (pythonic([call])[1:-1] for call in calls)
     return "<function_calls>\n{}\n</function_calls>".format("\n".join(lines))
@@ -213,6 +217,7 @@ WRITERS: dict[Callable[[Made], str], str] = {
     granite_31: "granite",
     granite_20b: "granite-20b-fc",
     phi: "phi4_mini_json",
+    phi_tokens: "phi4_mini_json",
     olmo: "olmo3",
     minimax: "minimax_m2",
     dsml: "deepseek_v32",
@@ -530,6 +535,7 @@ def test_an_argument_that_never_ends_does_not_swallow_the_next() -> None:
         ("granite", '<tool_call>[{"name": "f"}, {"name": "g"}', "", "fg"),
         ("granite-20b-fc", 'A <function_call>{"name": "f"}\n<function_call> {"name": "g"}B', "A B", "fg"),
         ("phi4_mini_json", ' functools[{"name": "f", "parameters": {"a": [[1], "]"]}}]', "", "f"),
+        ("phi4_mini_json", '<|tool_call|>[{"name": "f"}, {"name": "g"}]<|/tool_call|>', "", "fg"),
         ("phi4_mini_json", 'A functools[\n  {"name": "f"},\n  {"name": "g"}\n]\n', "A ", "fg"),
         ("olmo3", "<function_calls>\n\n  f(a=true)  \n\n\tg()\n</function_calls>", "", "fg"),
         ("olmo3", "A <function_calls>f(), g()\n", "A ", "fg"),

@@ -162,6 +162,8 @@ WRITTEN = {
     '<function_call> {"name": "now", "arguments": {}}',
     "phi4_mini_json": 'functools[{"name": "weather", "arguments": {"city": "Oslo"}}, '
     '{"name": "now", "arguments": {}}]',
+    "phi4_mini_json <|/tool_call|>": '<|tool_call|>{"name": "weather", "arguments": {"city": "Oslo"}}'
+    '<|/tool_call|><|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
     "olmo3": '<function_calls>weather(city="Oslo")\nnow()</function_calls>',
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'

@@ -189,6 +189,7 @@ def test_real_templates_say_of_which_family_they_are() -> None:
         ("Write your response after 'Here is my response:'. <|tool_call|>", "granite", "granite"),
         ('formatted as functools[{"name": [function name]', "phi4_mini_json", None),
         ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json", None),
+        ("'<|tool|>' + tool + '<|/tool|>' <|tool_call|>{}<|/tool_call|>", "phi4_mini_json", None),
         ("within <function_calls></function_calls> XML tags", "olmo3", None),
         ("<minimax:tool_call> </think>", "minimax_m2", "think"),
         ("<｜DSML｜function_calls>", "deepseek_v32", None),
