@@ -242,6 +242,26 @@ async def test_streams_and_whole_answers_are_the_same(server: Server, size: int)
         assert whole[2] == ("stop" if text == CALL[:70] else "tool_calls")
 
 
+async def test_a_required_call_in_other_formats(server: Server) -> None:
+    listed = '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
+    for family, text in (
+        ("granite", f"<|tool_call|>{listed}"),
+        ("phi4_mini_json", f"functools{listed}"),
+        ("olmo3", '<function_calls>weather(city="Oslo")</function_calls>'),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" '
+            'string="true">Oslo</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        ),
+    ):
+        know(server, family)
+        server.engine.scripts = [list(text)] * 2
+        whole, streamed = await both(server, chat(tool_choice="required"))
+        assert whole == streamed and whole[0] == "" and whole[2] == "tool_calls"
+        assert [json.loads(call["arguments"]) for call in whole[1]] == [{"city": "Oslo"}], family
+        assert server.engine.runs[-1].job.grammar.kind == "structural_tag"
+
+
 async def test_the_stream_of_a_call(server: Server) -> None:
     know(server)
     server.engine.scripts = [["Hm", ".\n", "<tool_", 'call>{"name": "weather", "arg', 'uments": {"ci']]

@@ -831,7 +831,6 @@ OPENINGS = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>",
     "gemma4": "<|tool_call>call:f{a:",
     "olmo3": "<function_calls>f(a=",
-    "deepseek_v32": '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text">',
 }
 
 
