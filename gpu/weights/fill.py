@@ -191,13 +191,9 @@ class Filler:
         """The shape of the checkpoint's tensor for a place."""
         if (part := self._slices.get(name)) is not None:
             return part.shape
-        outputs, *rest = self._places[name].shape
+        shape = tuple(self._places[name].shape)
         # Of 4 bits a place has words.
-        return (
-            (outputs, *(size * WORD for size in rest))
-            if self._places[name].dtype == torch.int16
-            else (outputs, *rest)
-        )
+        return (*shape[:-1], shape[-1] * WORD) if self._places[name].dtype == torch.int16 else shape
 
     def _place_name(self, name: str) -> str:
         """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""

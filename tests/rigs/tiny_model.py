@@ -175,6 +175,8 @@ UNLISTED: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     # Neighbouring dimensions rotate together.
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    # Numbers without a dimension, of its activation.
+    "apertus": ("Apertus", {"head_dim": 16, "pad_token_id": 0}),
     # Experts, which transformers stacks and a checkpoint keeps apart.
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}),
 }
