@@ -30,13 +30,13 @@ def is_readable_fp8(config: Config) -> bool:
 
 def fp8_scaling(config: Config) -> Fp8:
     """How weights that are `is_readable_fp8` are scaled: one scale for a whole tensor is one for each of its
-    outputs, too. "" without a config."""
-    if not config:
+    outputs, too. "" for any other config."""
+    if not is_readable_fp8(config):
         return ""
     groups = config.get("config_groups")
-    schemes = groups.values() if isinstance(groups, Mapping) else ()
-    blocks = any(group["weights"]["strategy"] == "block" for group in schemes)
-    return "blocks" if blocks or config.get("weight_block_size") is not None else "rows"
+    if config.get("quant_method") == "compressed-tensors" and isinstance(groups, Mapping):
+        return "blocks" if any(each["weights"]["strategy"] == "block" for each in groups.values()) else "rows"
+    return "blocks" if config.get("weight_block_size") is not None else "rows"
 
 
 def _is_fp8(group: object) -> bool:

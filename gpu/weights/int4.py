@@ -176,7 +176,9 @@ def _in_order(numbers: Tensor) -> Tensor:
 
 def read_packed(int4: Int4, layer: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Packed:
     """The matrix of `shape` [outputs, inputs] of a layer, of its `tensors` by the last word of their names.
-    Raises `ModelError` naming the tensor that is missing, or has another shape or other groups."""
+    Raises `ModelError` naming the tensor that is missing, or has another shape, dtype or other groups."""
+    if len(shape) != 2:
+        raise ModelError(f"{layer} is quantised ({int4.format}) and is no matrix here, but {list(shape)}.")
     outputs, inputs = shape
     sides = _tensors(int4)
     group = int4.group or inputs
@@ -187,15 +189,23 @@ def read_packed(int4: Int4, layer: str, shape: tuple[int, ...], tensors: Mapping
             raise ModelError(f"{layer} is quantised ({int4.format}) and has no {layer}.{name}.")
         if tuple(tensors[name].shape) != (want := each.shape(outputs, inputs)):
             raise ModelError(f"{layer}.{name} {list(tensors[name].shape)} instead of {list(want)}.")
+        _check_dtype(f"{layer}.{name}", tensors[name].dtype)
     for name in ("g_idx", "weight_g_idx"):
         if (order := tensors.get(name)) is not None:
-            neighbours = torch.arange(inputs, dtype=order.dtype) // group
-            if order.shape != neighbours.shape or not torch.equal(order, neighbours):
+            neighbours = torch.arange(inputs) // group
+            if order.shape != neighbours.shape or not torch.equal(order.long(), neighbours):
                 raise ModelError(
                     f"{layer}.{name} puts inputs that are not neighbours in one group, which is not served: "
                     "use a checkpoint without act-order (desc_act)."
                 )
     return Packed(int4, outputs, inputs, sides, {name: tensors[name] for name in sides})
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise `ModelError` for scales that are no floats, or words that would be other bits than meant."""
+    scales = name.endswith(("scales", "scale"))
+    if not (dtype.is_floating_point if scales else dtype == torch.int32):
+        raise ModelError(f"{name} is {dtype} instead of {'floats' if scales else torch.int32}.")
 
 
 def store(place: Tensor, scale: Tensor, packed: Packed, copy: Copy) -> None:

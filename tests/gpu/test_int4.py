@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
 from core.models import ModelSpec, runs_natively
 from core.request import SamplingParams
-from gpu.build import Beside, build_executor, spec_of
+from gpu.build import Beside, build_executor, model_spec, spec_of
 from gpu.device import CudaFacts
 from gpu.int4 import restore
 from gpu.memory import plan_memory
@@ -28,9 +30,11 @@ from tests.rigs import lora, tiny_model
 from tests.rigs.driver import Answer, Driver
 from tests.rigs.int4_files import KINDS, WIDE, Kind, awq, change, gptq, pack_quantized, plain_of, quantise
 from tests.rigs.runner import CPU
+from tests.rigs.tree import ROOT
 
 AWQ = KINDS["awq"]
 LAYER = "model.layers.0.mlp.down_proj"
+QWEN3_AWQ = ROOT / "configs/models/qwen3-8b-awq"
 HOPPER = Target(torch.device("cuda"), torch.bfloat16, CudaFacts("", "NVIDIA H200", (9, 0)))
 
 
@@ -219,7 +223,10 @@ def test_text_is_that_of_the_plain_weights(
         (AWQ, "qweight", torch.zeros(128, 256), rf"{LAYER}\.qweight \[128, 256\] instead of \[256, 16\]"),
         (AWQ, "qweight", None, rf"tensors missing: {LAYER}\.weight"),
         (KINDS["gptq"], "g_idx", torch.arange(256) % 8, rf"{LAYER}\.g_idx puts inputs that"),
+        (KINDS["gptq"], "g_idx", torch.ones(256, dtype=torch.bool), rf"{LAYER}\.g_idx puts inputs that"),
         (KINDS["w4a16"], "weight_zero_point", None, rf"no {LAYER}\.weight_zero_point"),
+        (AWQ, "qweight", torch.zeros(256, 16), rf"{LAYER}\.qweight is torch.float32 instead of torch.int32"),
+        (AWQ, "scales", torch.ones(8, 128, dtype=torch.int32), r"scales is torch.int32 instead of floats"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_named(
@@ -230,6 +237,15 @@ def test_tensors_that_do_not_fit_are_named(
     change(path, f"{LAYER}.{last}", tensor)
     for spec in (spec_of(path), held(path)):
         with pytest.raises(ModelError, match=told):
+            load_model(spec, path, torch.float32, CPU)
+
+
+def test_a_norm_in_4_bits(tmp_path: Path) -> None:
+    path = tiny_model.build("llama", tmp_path, **WIDE).path
+    quantise(path, AWQ)
+    change(path, "model.norm.weight", torch.zeros(16, dtype=torch.int32), "model.norm.qweight")
+    for spec in (spec_of(path), held(path)):
+        with pytest.raises(ModelError, match=r"model\.norm is quantised \(awq\) and is no matrix here"):
             load_model(spec, path, torch.float32, CPU)
 
 
@@ -302,6 +318,34 @@ def test_what_is_refused_names_the_field_and_what_is_served(config: dict[str, An
         runs_natively({"architectures": ["LlamaForCausalLM"], "quantization_config": config})
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("told", [*(kind.config for kind in KINDS.values()), FP8], ids=[*KINDS, "fp8"])
+def test_any_field_may_be_missing_or_of_another_type(told: dict[str, Any]) -> None:
+    """It is served or refused by name: nothing else is raised."""
+    served, qwen3 = 0, json.loads((QWEN3_AWQ / "config.json").read_text())
+    for path in (*fields_of(told), ("config_groups",), ("ignore",), ("modules_to_not_convert",)):
+        for value in (None, True, 4, -1, 10**30, 0.5, "4", [], [None], {}, {"a": 1}, {"a": {}}):
+            config = deepcopy(told)
+            inner = reduce(dict.__getitem__, path[:-1], config)
+            inner[path[-1]] = value
+            try:
+                spec = model_spec(qwen3 | {"quantization_config": config})
+                served += bool(spec.stored_int4) != bool(spec.stored_fp8)
+            except ModelError as error:
+                assert str(error).startswith("config.json: ")
+    assert served > 0
+
+
+def fields_of(told: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Where the fields of an object are, those of objects in it too."""
+    for name, value in told.items():
+        yield (name,)
+        if isinstance(value, dict):
+            yield from ((name, *rest) for rest in fields_of(value))
+
+
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "BertModel"])
 def test_experts_and_encoders_are_refused_by_name(architecture: str) -> None:
     with pytest.raises(ModelError, match=f"awq is not served of {architecture}"):
@@ -335,8 +379,8 @@ def test_ranks_that_would_have_a_part_of_a_group(tmp_path: Path) -> None:
 
 def test_weights_are_counted_before_they_are_read() -> None:
     """Qwen3-8B: 6.95e9 of 4.25 bits and two tables of 16."""
-    path = Path(__file__).parents[2] / "configs" / "models" / "qwen3-8b-awq"
-    plan = plan_memory(held(path), torch.bfloat16, CacheConfig(), 2**37, 2**20)
+    plan = plan_memory(held(QWEN3_AWQ), torch.bfloat16, CacheConfig(), 2**37, 2**20)
     assert plan.weight_dtype == "int4"
     assert plan.weights == pytest.approx(6.95e9 * 4.25 / 8 + 2 * 151_936 * 4096 * 2, rel=0.01)
-    assert json.loads((path / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
+    told = json.loads((QWEN3_AWQ / "config.json").read_text())
+    assert told["quantization_config"]["quant_method"] == "awq"

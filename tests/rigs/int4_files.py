@@ -183,13 +183,13 @@ def plain_of(path: Path, meant: dict[str, Tensor], directory: Path) -> Path:
     return directory
 
 
-def change(path: Path, name: str, tensor: Tensor | None) -> None:
-    """Put another tensor into a checkpoint of `quantise`, or remove it."""
+def change(path: Path, name: str, tensor: Tensor | None, rename: str = "") -> None:
+    """Put another tensor into a checkpoint of `quantise`, or remove it; `rename`: under another name."""
     index = json.loads((path / "model.safetensors.index.json").read_text())
     file = path / index["weight_map"][name]
     weights = load_file(file)
     del weights[name], index["weight_map"][name]
     if tensor is not None:
-        weights[name], index["weight_map"][name] = tensor, file.name
+        weights[rename or name], index["weight_map"][rename or name] = tensor, file.name
     save_file(weights, file, {"format": "pt"})
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
