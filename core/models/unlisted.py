@@ -18,6 +18,7 @@ GENERATES = ("ForCausalLM", "LMHeadModel")
 _IGNORED = (
     *("transformers_version", "_name_or_path"),
     *("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation"),
+    *("num_labels", "id2label", "label2id"),
 )
 """Fields that say nothing of the model. A checkpoint's own code (auto_map) is never run, and it chooses no
 kernels."""

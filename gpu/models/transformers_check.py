@@ -96,8 +96,9 @@ def _positions(model: Any, refuse: Refuse) -> int:
         raise refuse("its layers keep a state besides keys and values (recurrent, linear or hybrid)")
     if rope := _rope_kinds(config) & set(_REFUSED_ROPE):
         raise refuse(f"rope of type {', '.join(sorted(rope))} rotates a token by the longest text beside it")
-    if not isinstance(positions := getattr(config, "max_position_embeddings", None), int):
-        raise refuse("its config has no max_position_embeddings")
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        raise refuse(f"max_position_embeddings must be a number of tokens, at least 1, not {positions!r}")
     return positions
 
 

@@ -79,7 +79,7 @@ def build(spec: ModelSpec, dtype: torch.dtype, device: torch.device, attention: 
     does not have."""
     config = json.loads(spec.transformers)
     kind = config.get("model_type", "")
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
     if name != spec.architecture:
         raise unsupported(
             spec.architecture,
@@ -199,6 +199,8 @@ class TransformersModel(CausalModel):
         config._attn_implementation = "eager"
         try:
             own = self._whole(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        except BUILDING as error:
+            raise self._unfit(f"does not run with its own attention ({said(error)})") from error
         finally:
             config._attn_implementation = ATTENTION
         # Not of every row: where rounding sends a token to another expert, a row may differ.

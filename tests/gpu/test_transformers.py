@@ -81,6 +81,14 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: config("Bart", "BartForConditionalGeneration"),
         "BartForConditionalGeneration is not supported; the nearest that is: ",
     ),
+    "no architecture": (
+        lambda: config("Arcee", "ArceeForCausalLM") | {"model_type": ["arcee"]},
+        r"for model_type \['arcee'\] none at all",
+    ),
+    "no positions": (
+        lambda: config("Arcee", "ArceeForCausalLM", max_position_embeddings=-1),
+        "max_position_embeddings must be a number of tokens, at least 1, not -1",
+    ),
     "sizes that do not fit": (
         lambda: config("Arcee", "ArceeForCausalLM") | {"num_attention_heads": "two"},
         "cannot be made of this config.json",
@@ -240,3 +248,7 @@ def test_a_class_is_tried_before_it_serves(tiny: Tiny) -> None:
             counts.verify()
         with pytest.raises(LoomError, match="finds other logits with its own attention"):
             changed(tiny, attention_scale=0.5).verify()
+        fails = changed(tiny)
+        fails._base.layers[1].self_attn.num_key_value_groups = 3
+        with pytest.raises(LoomError, match="does not run with its own attention"):
+            fails.verify()
