@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from app.engine.backlog import SLICE
+from app.engine.backlog import SLICE, SLICE_TOKENS
 from app.engine.job import Job, TextOptions
 from app.engine.loop import BACKLOG
 from app.text.tokenizer import Tokenizer
@@ -150,6 +150,39 @@ async def test_steps_that_wait_for_the_loop_are_one_event(
             assert len(piece.logprobs or ()) == (0 if logprobs < 0 else len(piece.tokens))
             sizes.add(len(piece.tokens))
     assert (max(sizes) > 2) is not single  # two may be the halves of a character
+
+
+async def test_a_slice_has_few_tokens_however_many_steps_wait(tokenizer: Tokenizer) -> None:
+    """Of rows with drafts, whose tokens are searched for a stop one by one."""
+    bench = Bench(tokenizer, depth=2, drafts=7, rows=4 * SLICE, pages=3_000)
+    deliver, seen, slices = bench.engine._backlog.deliver, 0, list[int]()
+
+    def counted() -> None:
+        nonlocal seen
+        deliver()
+        now = sum(len(piece.tokens) for pieces in bench.pieces.values() for piece in pieces)
+        slices.append(now - seen)
+        seen = now
+
+    bench.engine._backlog.deliver = counted  # type: ignore[method-assign]
+    run = await bench.start("a", 40, n=4 * SLICE, text=TextOptions(stop=("\0\0",)))
+    await run.wait()
+    assert seen == 4 * SLICE * 40
+    assert max(slices) < SLICE_TOKENS + SLICE, "the last row of a slice has a few more"
+
+
+async def test_a_stop_string_is_the_reason_though_the_last_token_waits_behind_it(
+    tokenizer: Tokenizer,
+) -> None:
+    """Both are delivered at once: the device is faster than the loop."""
+    text = tokenizer.decode(oracle(PROMPT.tolist(), 40, VOCAB))
+    bench = Bench(tokenizer, rows=4 * SLICE, pages=2_000)
+    run = await bench.start("a", 14, n=4 * SLICE, text=TextOptions(stop=(text[9:12],)))
+    await run.wait()
+    for index, request in enumerate(run.requests):
+        assert "".join(piece.text for piece in bench.pieces[f"a-{index}"]) == text[:9]
+        assert request.finish == bench.pieces[f"a-{index}"][-1].finish
+        assert request.output == bench.tokens(f"a-{index}")
 
 
 async def test_a_failed_step_ends_every_stream_with_the_reason(tokenizer: Tokenizer) -> None:
