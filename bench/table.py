@@ -12,7 +12,9 @@ Bias: client and server share the host's cores; the peers' figures were taken th
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -38,11 +40,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    """Of this process, which holds a GPU: killed by `timeout`, a bench runs no `finally`."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
+
+
 def start(module: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """`python -m module` as a process that writes to `log`."""
+    """`python -m module` as a process that writes to `log`. It is killed when the calling thread ends: call
+    it in the main one."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-m", module, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
         )
 
 
