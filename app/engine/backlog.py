@@ -127,9 +127,11 @@ class Backlog:
 
     def _end(self, request: Request, finish: Finish, *last: object) -> None:
         stream = self._streams[request]
-        if self._call(request, stream.end, finish, *last) is STREAM_FAILED:
+        sent = self._call(request, stream.end, finish, *last)
+        if sent is STREAM_FAILED:
             self._stop(request, stream, STREAM_FAILED)
         else:
+            request.finish = sent or finish
             self._close(request, stream)
 
     def _stop(self, request: Request, stream: Stream, finish: Finish) -> None:

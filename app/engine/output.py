@@ -99,17 +99,20 @@ class Stream:
             return text, REPEATED
         return text, None
 
-    def end(self, finish: Finish, last: int | None = None, logprobs: RowLogprobs | None = None) -> None:
+    def end(
+        self, finish: Finish, last: int | None = None, logprobs: RowLogprobs | None = None
+    ) -> Finish | None:
         """The request ended. `last` is the token that ended it: a stop id is counted but has no
-        text, any other is fed first."""
+        text, any other is fed first. Returns the finish that was sent: that of a stop string where the last
+        text completes one. None if one was sent before."""
         if self.done:
-            return
+            return None
         if last is not None:
             rows = None if logprobs is None else [logprobs]
             if finish.reason is FinishReason.STOP:
                 self._count([last], rows)
-            elif self.feed([last], rows) is not None:
-                return
+            elif (found := self.feed([last], rows)) is not None:
+                return found
         text = self._detokenizer.finish()
         if self._stops is not None:
             text, matched = self._stops.feed(text)
@@ -118,6 +121,7 @@ class Stream:
             else:
                 text += self._stops.flush()
         self._send(text, finish)
+        return finish
 
     def fail(self, finish: Finish) -> None:
         """Send an error as the last piece, also where sending the last piece raised."""

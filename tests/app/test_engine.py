@@ -171,6 +171,20 @@ async def test_a_slice_has_few_tokens_however_many_steps_wait(tokenizer: Tokeniz
     assert max(slices) < SLICE_TOKENS + SLICE, "the last row of a slice has a few more"
 
 
+async def test_a_stop_string_that_the_last_token_completes_is_the_reason(
+    bench: Bench, tokenizer: Tokenizer
+) -> None:
+    tokens = oracle(PROMPT.tolist(), 40, VOCAB)
+    text = next(
+        text for n in range(5, 40) if len(text := tokenizer.decode(tokens[:n])) > 5 and text[-1] == ">"
+    )
+    count = next(n for n in range(5, 40) if tokenizer.decode(tokens[:n]) == text)
+    run = await bench.start("a", count, text=TextOptions(stop=(text[-3:],)))
+    await run.wait()
+    assert bench.reason("a-0") is FinishReason.STOP
+    assert run.requests[0].finish == bench.pieces["a-0"][-1].finish
+
+
 async def test_a_stop_string_is_the_reason_though_the_last_token_waits_behind_it(
     tokenizer: Tokenizer,
 ) -> None:
