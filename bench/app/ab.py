@@ -23,9 +23,12 @@ STEP = 1e-3
 """Seconds of a simulated step: short enough to saturate the event loop."""
 
 ONE = f"""
+import sys
 import uvloop
+from app.server import SWITCH_SECONDS
 from bench.app.http import measure
 if __name__ == "__main__":
+    sys.setswitchinterval(SWITCH_SECONDS)
     found = uvloop.run(measure({STEP}))
     print(found["tokens_per_s"], found["tokens_per_cpu_s"], found["loop_lag_p99_ms"])
 """

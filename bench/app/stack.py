@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 
 from aiohttp import web
@@ -16,6 +17,7 @@ from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.http.server import Runner
 from app.process import raise_file_limit
+from app.server import SWITCH_SECONDS
 from app.service import Loaded, ModelCard, Service
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
@@ -74,6 +76,7 @@ class Stack:
     async def start(self) -> tuple[Runner, int]:
         """Listen on a free port. Returns the runner, to be cleaned up, and the port."""
         raise_file_limit()
+        sys.setswitchinterval(SWITCH_SECONDS)
         loop = asyncio.get_running_loop()
         self.engine.start(loop)
         runner = Runner(make_app(self._service, ServeConfig(log_level="warning")))
