@@ -118,6 +118,7 @@ async def test_effort_none_asks_the_template_for_no_thinking(server: Server) -> 
     know(server, None, "think")
     await server.post(CHAT, {"messages": HI, "reasoning_effort": "none"})
     assert "enable_thinking=False" in server.engine.runs[-1].job.prompt
+    assert "\nthinking=False" in server.engine.runs[-1].job.prompt  # as Granite's template has it
     fields = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
     await server.post(CHAT, {"messages": HI, **fields})
     assert "enable_thinking=True" in server.engine.runs[-1].job.prompt

@@ -92,7 +92,8 @@ async def test_what_the_template_is_given(server: Server) -> None:
     )
     prompts = [bytes(run.prompt.tolist()).decode() for run in server.engine.runs]
     rest = (
-        "system: be kind\nuser: a\nb\nassistant: \nenable_thinking=False\nreasoning_effort=low\nassistant: "
+        "system: be kind\nuser: a\nb\nassistant: \n"
+        "enable_thinking=False\nreasoning_effort=low\nthinking=False\nassistant: "
     )
     assert prompts == ["tools: 1\n" + rest, rest, "user: hi\nassistant: Yes"]
 

@@ -131,6 +131,8 @@ async def _render(
     )
     if body.reasoning_effort == "none":
         arguments.setdefault("enable_thinking", False)
+    if "enable_thinking" in arguments:  # in templates of Granite and DeepSeek V3.1 it is `thinking`
+        arguments.setdefault("thinking", arguments["enable_thinking"])
     return await template.render_async(
         messages,
         tools=tools.shown,
