@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -16,9 +17,10 @@ def listening(pid: int) -> list[int]:
     sockets: set[str] = set()
     for child in (pid, *children(pid)):
         for link in Path(f"/proc/{child}/fd").iterdir():
-            target = str(link.readlink())
-            if target.startswith("socket:["):
-                sockets.add(target[8:-1])
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                target = str(link.readlink())
+                if target.startswith("socket:["):
+                    sockets.add(target[8:-1])
     ports = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -30,7 +32,11 @@ def listening(pid: int) -> list[int]:
 
 def children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in tasks:
+        with suppress(FileNotFoundError, ProcessLookupError):  # its thread has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 async def test_one_port_listens(shared: Process) -> None:
