@@ -72,7 +72,7 @@ def granite(calls: CallParser) -> Steps[None]:
 
 
 def phi(calls: CallParser) -> Steps[None]:
-    """`functools[{"name": ..., "arguments": {...}}, ...]`, or the list or one call between the tokens."""
+    """`functools[{"name": ..., "arguments": {...}}, ...]`, or a list or one call between the tokens."""
     cursor = calls.cursor
     if (yield from cursor.skip(PHI[0][:-1])):
         yield from listed(calls)

@@ -83,7 +83,7 @@ def expected(x: Tensor, plain: Matrix, gated: bool) -> Tensor:
 
 
 def times(name: str, pdl: bool) -> dict[str, dict[str, float]]:
-    """By rows: microseconds in 4 bits and in bfloat16, share of the bandwidth, error."""
+    """For each number of rows: time in 4 bits and in bfloat16 (us), share of the bandwidth, error."""
     fine, plain = matrices(name)
     found: dict[str, dict[str, float]] = {}
     use, gated = kernels(pdl), LINEARS[name][2]

@@ -13,7 +13,7 @@ from core.models.read import architecture_of, dtype_of
 from core.models.spec import ModelSpec
 
 GENERATES = ("ForCausalLM", "LMHeadModel")
-"""How classes of transformers end whose head predicts the next token."""
+"""Suffixes of the transformers classes that predict the next token."""
 
 _IGNORED = (
     *("transformers_version", "_name_or_path"),

@@ -25,7 +25,7 @@ PROBE = "loom_probe"
 TOKENS = 4
 
 _HARMLESS = ("position_ids", "cache_position", "use_cache", "output_attentions", "is_causal", "dropout")
-"""Options of attention that change nothing here: positions are in queries and keys already."""
+"""Attention options that are ignored: queries and keys are rotated before they are passed."""
 
 _REFUSED_ROPE = ("dynamic", "longrope")
 """Kinds whose rotation of a token depends on the longest text of its step."""

@@ -203,7 +203,7 @@ class TransformersModel(CausalModel):
             raise self._unfit(f"does not run with its own attention ({said(error)})") from error
         finally:
             config._attn_implementation = ATTENTION
-        # Not of every row: where rounding sends a token to another expert, a row may differ.
+        # The median over rows: a row may differ where rounding routes its token to another expert.
         if not _off(paged, own.float()).median() <= ALIKE[self.embedding.dtype]:
             raise self._unfit("finds other logits with its own attention than with that of this server")
 

@@ -130,7 +130,7 @@ class Packed(NamedTuple):
         return Packed(self.int4, *sizes, self.sides, found)
 
     def slabs(self) -> Iterator[tuple[int, Packed]]:
-        """All of it in parts of some outputs, each with its first."""
+        """Yield the matrix in blocks of outputs, each with the index of its first output."""
         step = max(SLAB // self.inputs // 64, 1) * 64
         for first in range(0, self.outputs, step):
             yield first, self.part(0, first, min(step, self.outputs - first))

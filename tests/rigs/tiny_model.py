@@ -165,7 +165,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name to (family, changes to `_SIZES`)."""
 
 UNLISTED: dict[str, tuple[str, dict[str, Any]]] = {
-    # One norm for attention and MLP side by side, logits scaled behind the head, rope where a window slides.
+    # Attention and MLP in parallel behind one norm, scaled logits, RoPE only in sliding-window layers.
     "cohere2": ("Cohere2", {"sliding_window": 20, "sliding_window_pattern": 2}),
     # A table of positions, no rope; products stored transposed, tensors under a prefix of its own.
     "gpt2": ("GPT2", {}),

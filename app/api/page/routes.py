@@ -19,7 +19,7 @@ FILES = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffi
 """What the page loads, 40 kB. Read at import: the event loop waits for no disk."""
 
 HEADERS = {
-    # Nothing from elsewhere, and no script that was made from text: a model's answer may contain any.
+    # The page loads its own files only and runs no inline script: a model's answer may contain HTML.
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"

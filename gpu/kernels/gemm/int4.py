@@ -148,7 +148,7 @@ def _weights(words: tl.tensor, pair: tl.tensor, x: tl.tensor, AT: tl.constexpr) 
 
 @jit
 def _rows(x: tl.tensor, inside: tl.tensor, tile: tl.tensor, SPAN: tl.constexpr) -> tl.tensor:
-    """The four tiles [rows, SPAN] that meet the numbers of a tile of words; `x` points to the rows."""
+    """Four tiles [rows, SPAN] of the activations `x`, to multiply with the numbers of a tile of words."""
     found: tl.tensor = ()
     for at in tl.static_range(_WORD):
         k = (tile * _WORD + at) * SPAN + tl.arange(0, SPAN)
