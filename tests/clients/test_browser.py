@@ -60,6 +60,7 @@ async def test_a_chat_with_a_key_behind_a_prefix(start: Start, devtools: str) ->
             await tab.until("document.activeElement?.id === 'key'")
             await tab.type("#key", key)
             await tab.press("Enter")
+            await tab.press("Enter")  # once more, by mistake
         await tab.shows("#status", "ready")
         assert await tab.run("document.querySelector('#key-form').hidden")
         await _streams(server, tab)

@@ -23,14 +23,16 @@ export class ApiError extends Error {
 /** The response to a GET, or to a POST if there is a body. Throws `ApiError` unless its status is 2xx. */
 export async function request(path, { body, signal } = {}) {
   const headers = {};
-  if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+  const used = key.get();
+  if (used) headers.Authorization = `Bearer ${used}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const sent = { method: body === undefined ? "GET" : "POST", headers, signal, cache: "no-store" };
   if (body !== undefined) sent.body = JSON.stringify(body);
   const response = await answered(fetch(path, sent));
   if (response.ok) return response;
   const found = await response.json().catch(() => ({}));
-  if (response.status === 401) window.dispatchEvent(new Event(KEY_REFUSED));
+  // A late answer to the key before says nothing of the one that the user has typed since.
+  if (response.status === 401 && used === key.get()) window.dispatchEvent(new Event(KEY_REFUSED));
   throw new ApiError(response.status, fieldsOf(found.error, `The server answered with status ${response.status}.`));
 }
 

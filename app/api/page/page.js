@@ -58,6 +58,7 @@ function takeKey(event) {
   event.preventDefault();
   key.set(find("key").value);
   find("key").value = "";
+  find("key").blur(); // a hidden field keeps the focus until the next frame, and Enter would send it empty
   find("key-form").hidden = true;
   find("forget").hidden = false;
   connect();
