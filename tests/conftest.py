@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import ssl
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,6 +23,18 @@ settings.load_profile("repeatable")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Side by side: torch would take all cores for each worker, and for each server that it starts.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_create_context = ssl.create_default_context
+_default_context = functools.cache(ssl.create_default_context)
+
+
+def _shared_context(*arguments: Any, **named: Any) -> ssl.SSLContext:
+    """Client libraries make a context for each client, and each reads all certificates again: 10 ms of a test
+    that needs none of them."""
+    return _create_context(*arguments, **named) if arguments or named else _default_context()
+
+
+ssl.create_default_context = _shared_context
 
 # What is imported and collected stays: the garbage collector need not walk it again and again.
 gc.disable()

@@ -11,7 +11,7 @@ import tokenizers
 from app.text.detokenizer import Detokenizer
 from app.text.tokenizer import Tokenizer
 from tests.rigs import vocabularies
-from tests.rigs.assets import asset
+from tests.rigs.assets import real_tokenizer
 
 TEXT = "hello hello 👨‍👩‍👧🙂 日本語, привет é ﷺ\n\n  tab\tend 1234 the\u2028end"
 
@@ -103,7 +103,7 @@ def test_context_decides_where_tokens_are_no_table() -> None:
     "name", ["tokenizers/qwen3", "tokenizers/llama3_1", "tokenizers/deepseek_v3", "models/stories260K"]
 )
 def test_real_vocabularies(name: str) -> None:
-    tokenizer = Tokenizer.load(asset(name), 200_000)
+    tokenizer = real_tokenizer(name)
     draw = random.Random(1)
     texts = [tokenizer.encode(TEXT * 3, add_special=False).tolist()]
     texts += [[draw.randrange(tokenizer.vocab_size) for _ in range(300)] for _ in range(20)]
@@ -111,4 +111,3 @@ def test_real_vocabularies(name: str) -> None:
         for skip in (True, False):
             assert "".join(pieces(tokenizer, ids, [], skip)) == tokenizer.decode(ids, skip)
     assert tokenizer.decode(texts[0]) == TEXT * 3
-    tokenizer.close()

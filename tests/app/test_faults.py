@@ -265,6 +265,7 @@ async def test_books_that_do_not_agree_are_told_where_nothing_has_changed(
         raise RuntimeError("pages are missing")
 
     monkeypatch.setattr(bench.scheduler, "check_integrity", check)
+    gc.freeze()  # it collects first: walking all that the tests have imported takes a second
     housekeeping.start()
     try:
         collect = next(act for seconds, act in later if seconds == housekeeping_module.COLLECT_EVERY)
@@ -292,6 +293,7 @@ async def test_what_took_long_to_collect_is_not_walked_again(
     bench = Bench(tokenizer)
     later: list[tuple[float, Callable[[], None]]] = []
     housekeeping = Housekeeping(bench.replicas, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
+    gc.freeze()
     housekeeping.start()
     try:
         alive = [Marked() for _ in range(1000)]

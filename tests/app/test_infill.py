@@ -16,7 +16,7 @@ from app.service import Loaded
 from app.text.infill import FIM_FORMATS, find_marks
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
-from tests.rigs.assets import asset
+from tests.rigs.assets import real_tokenizer
 from tests.rigs.server import CARD, Server, Start
 from tests.rigs.step_loop import VOCAB, Bench
 from tests.rigs.tokenizer import BOS, ByteTokenizer, JoinTemplate
@@ -81,7 +81,7 @@ async def test_a_suffix_gets_no_space_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "there"), [("qwen3", True), ("deepseek_v3", True), ("llama3_1", False)])
 async def test_vocabularies_of_models(name: str, there: bool) -> None:
-    words = Tokenizer.load(asset(f"tokenizers/{name}"), 200_000)
+    words = real_tokenizer(f"tokenizers/{name}")
     job = Job(id="a", prompt="def f(", suffix="return 1", add_special_tokens=False)
     if there:
         text = words.decode((await encoded(job, words)).tolist(), skip_special=False)
@@ -89,7 +89,6 @@ async def test_vocabularies_of_models(name: str, there: bool) -> None:
     else:
         with pytest.raises(RequestError, match="no marks"):
             await encoded(job, words)
-    words.close()
 
 
 # -- through HTTP ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ CHAT, TOKENIZE, RESPONSES = "/v1/chat/completions", "/tokenize", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
 OWN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 SLOW = "{{ ('a' * 30000000)|min(attribute=0) }}"
-"""Some calls of Python for each character: 15 s, and little memory."""
+"""Some calls of Python for each character: seconds of them, and little memory."""
 
 
 def trust(server: Server) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
+
+from app.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,3 +18,9 @@ def asset(name: str) -> Path:
     if found is None:
         pytest.skip(f"needs {name}, which is not part of the repository")
     return found
+
+
+@functools.cache
+def real_tokenizer(name: str) -> Tokenizer:
+    """Of `assets/NAME`. Loading one takes half a second, so that the tests of a process share it."""
+    return Tokenizer.load(asset(name), 200_000)
