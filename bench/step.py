@@ -8,6 +8,9 @@ prompts of four times --context; "shared": with prompts that share a prefix. Eac
 --per-row microseconds of Python per row and step on the event loop, in slices, to simulate delivery. With
 replicas (`--dp`) each runs the case, at once: tokens are of all, steps and their times of the first.
 
+With `--host-only` no step does its work: no graph is replayed, no layer called. What is left of the launch
+thread's time is our Python (on a GPU also two events), whatever the model and the device.
+
 Bias: random token ids; the simulated delivery holds the GIL throughout, real delivery releases it in each
 write.
 """
@@ -43,6 +46,7 @@ from core.plan import StepFailure
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
 from gpu.build import spec_of
+from gpu.step.graphs import Launches, Work
 
 ROWS = (1, 32, 256, 512)
 SLICE = 24
@@ -295,6 +299,11 @@ async def report(cases: AsyncIterator[dict[str, Any]], name: str, about: dict[st
         save(name, about | {"cases": found})
 
 
+def no_work(launches: Launches[Any], key: object) -> Work:
+    """In place of the launches of `--host-only`."""
+    return lambda: None
+
+
 def show(found: dict[str, Any]) -> None:
     """Print a case on one line, and each of its kernels."""
     print({name: value for name, value in found.items() if name != "kernels"}, flush=True)
@@ -324,6 +333,7 @@ def main() -> None:
     parser.add_argument(
         "--per-row", type=float, default=8.0, help="microseconds of event loop time per row when loaded"
     )
+    parser.add_argument("--host-only", action="store_true", help="run steps without their work")
     args, rest = parser.parse_known_args()
     config = parse(rest)
     if args.trace and (config.model.device == "cpu" or not torch.cuda.is_available()):
@@ -331,6 +341,8 @@ def main() -> None:
     source = Path(config.model.model)
     begun = time.perf_counter()
     watch = ExpertWatch(spec_of(source), max(args.rows), torch.device("cuda")) if args.experts else None
+    if args.host_only:
+        Launches.__getitem__ = no_work  # type: ignore[method-assign]
     executors = load_executors(config, lambda stage, share: None)
     start = time.perf_counter() - begun
     about = {
@@ -338,6 +350,7 @@ def main() -> None:
         "tp": config.parallel.tp,
         "dp": len(executors),
         "build_s": round(start, 2),
+        "host_only": args.host_only,
     }
     cases = run(executors, config, args, Measurement(args.seconds, args.trace, watch))
     uvloop.run(report(cases, args.name, about))
