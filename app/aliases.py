@@ -85,14 +85,18 @@ _TOOLS = {
     "qwen3_xml": "qwen3_coder",
     "glm45": "glm",
     "glm47": "glm",
+    **dict.fromkeys(("openai", "gpt-oss", "gpt_oss"), "harmony"),
 }
-_REASONING = dict.fromkeys(
-    (
-        *("deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "qwen3", "qwen3-thinking", "glm45"),
-        *("minimax", "minimax_m2", "olmo3"),
+_REASONING = {
+    **dict.fromkeys(
+        (
+            *("deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "qwen3", "qwen3-thinking", "glm45"),
+            *("minimax", "minimax_m2", "olmo3"),
+        ),
+        "think",
     ),
-    "think",
-)
+    **dict.fromkeys(("openai_gptoss", "gpt-oss", "gpt_oss", "openai"), "harmony"),
+}
 ALGORITHMS: Mapping[str, str] = {
     # SGLang
     "NGRAM": "ngram",

@@ -373,11 +373,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
             "deepseek_v31",
             "deepseek_v32",
             "minimax_m2",
+            "harmony",
         ],
         "format of tool calls; auto: detected from the chat template",
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think", "mistral", "granite", "gemma4"],
+        Literal["auto", "none", "think", "mistral", "granite", "gemma4", "harmony"],
         "format of reasoning; auto: detected from the chat template",
     ] = "auto"
     trust_request_chat_template: Annotated[

@@ -43,7 +43,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     def closing(self) -> str:
         """The end of reasoning that was cut, as the model would have written it."""
         family = self.reading.reasoning
-        return "" if family is None else f"\n{family.end}{family.gap}"
+        return "" if family is None else family.closing(self.reading.calls_in_channels)
 
 
 def watched(engine: Generator, encoder: Tokenizer, watch: Watch) -> Generator:

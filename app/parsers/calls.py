@@ -58,12 +58,13 @@ class CallParser:
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         forced: bool = False,
     ) -> None:
-        """`names` are the functions that may be called, `schemas` those of their arguments. `forced`: a
+        """`schemas` are those of the arguments of `names`, which may be called. `forced`: a
         grammar allows only calls, so a call that is cut off is one, too."""
         self.cursor = Cursor()
         self._syntax = syntax
         self._forced = forced
-        self._names = names
+        self.names = names
+        """Functions that may be called."""
         self._schemas = schemas or {}
         self._events: list[Event] = []
         self._next = 0
@@ -108,7 +109,7 @@ class CallParser:
         """The name of the call that is being read. Raises `Malformed` unless it is a `declared` function's,
         where no marker distinguishes a call from an answer that happens to look like one."""
         name = checked_name(name)
-        if declared and name not in self._names:
+        if declared and name not in self.names:
             raise Malformed
         self._name = name
         return name
@@ -164,7 +165,7 @@ class CallParser:
 
     def _answer(self) -> Steps[None]:
         syntax = self._syntax
-        begins = syntax.begun(self._names)
+        begins = syntax.begun(self.names)
         # An answer that is a JSON document or a list is not searched for calls inside it.
         if syntax.bare is not None and (yield from self._attempt(syntax.bare)).lstrip()[:1] in ("{", "["):
             begins = ()
@@ -200,7 +201,7 @@ class CallParser:
 
     def _cut(self, raw: str) -> None:
         """The text has ended within a call."""
-        sole = next(iter(self._names)) if len(self._names) == 1 and not self._next else ""
+        sole = next(iter(self.names)) if len(self.names) == 1 and not self._next else ""
         if not self._open and not self._forced:
             self._content(raw)
             return

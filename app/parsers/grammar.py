@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.parsers.fields import Element, Unsupported, arguments, const_element, joined, json_element, optional
+from app.parsers.harmony import ASSISTANT, BEGINS, COMMENTARY, END, ENDS, FINAL
 from app.parsers.registry import ReasoningFamily, ToolFamily, Writing
 from core.errors import RequestError, field_error
 from core.grammar import GrammarSpec
@@ -51,18 +52,39 @@ def constraint(
     choices = _calls(wanted, tools)
     if wanted.answer is None and choices is None:
         return None
-    if choices is None and wanted.thinking == "none":
+    if choices is None and wanted.thinking == "none" and not _headed(wanted, tools, reasoning):
         return wanted.answer
-    alternatives = [] if choices is None else [choices]
-    param = "tools"
-    if wanted.answer is not None and wanted.calls != "required":
-        alternatives.insert(0, answer_element(wanted.answer))
-        param = wanted.answer.param if choices is None else param
-    elements = [joined("or", alternatives)]
+    elements = [joined("or", _alternatives(wanted, choices, tools, reasoning))]
     if wanted.thinking != "none" and reasoning is not None:
         elements[:0] = _thinking(reasoning, wanted.thinking == "open", tools)
     tag = {"type": "structural_tag", "format": joined("sequence", elements)}
+    param = "tools" if choices is not None or wanted.answer is None else wanted.answer.param
     return GrammarSpec("structural_tag", _encode(tag).decode(), param)
+
+
+def _alternatives(
+    wanted: Wanted, choices: Element | None, tools: ToolFamily | None, reasoning: ReasoningFamily | None
+) -> list[Element]:
+    """What may come behind the reasoning: the answer, and the calls that are its `choices`."""
+    headed, made = _headed(wanted, tools, reasoning), []
+    if wanted.answer is not None and wanted.calls != "required":
+        made.append(_final(answer_element(wanted.answer), headed))
+    if choices is not None:
+        made.append(_final(choices, headed and tools is not None and not tools.channels))
+    return made
+
+
+def _headed(wanted: Wanted, tools: ToolFamily | None, reasoning: ReasoningFamily | None) -> bool:
+    """Whether an answer's text has a header. Where no call can come either, reasoning that was cut or skipped
+    has brought it into the prompt."""
+    if tools is not None and tools.channels:
+        return True
+    return reasoning is not None and reasoning.channels and wanted.thinking != "none"
+
+
+def _final(answer: Element, headed: bool = True) -> Element:
+    """An answer's text as the message of a channel."""
+    return joined("sequence", [const_element(FINAL), answer]) if headed else answer
 
 
 def answer_element(answer: GrammarSpec) -> Element:
@@ -179,16 +201,26 @@ def _group(tags: list[Element], writing: Writing, many: bool) -> Element:
         "tags": tags,
         "separator": writing.separator,
         "at_least_one": True,
-        "stop_after_first": not many,
+        "stop_after_first": writing.last or not many,
     }
     if not writing.opening:
         return calls
     return {"type": "tag", "begin": writing.opening, "content": calls, "end": writing.closing}
 
 
+def _beside_text(tags: list[Element], writing: Writing) -> Element:
+    """Free text, or a call, which text may precede, in messages of their own."""
+    text: Element = {"type": "any_text", "excludes": [*BEGINS, *ENDS]}
+    before: Element = {"type": "tag", "begin": COMMENTARY, "content": text, "end": END}
+    preamble = optional(joined("sequence", [before, const_element(ASSISTANT)]))
+    return joined("or", [_final(text), joined("sequence", [preamble, _group(tags, writing, False)])])
+
+
 def _within_text(tags: list[Element], family: ToolFamily, begins: tuple[str, ...], many: bool) -> Element:
     """Free text in which a call, once begun, is valid. `begins`: the starts of one without a marker."""
     writing = family.writing
+    if family.channels:
+        return _beside_text(tags, writing)
     if family.bare is not None:
         # Without a marker an answer that begins like a call is one, and no other answer has calls.
         sign = (writing.opening or writing.begin)[0]

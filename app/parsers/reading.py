@@ -9,6 +9,7 @@ import msgspec
 
 from app.parsers.base import CallBroken, CallCut, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.calls import CallParser
+from app.parsers.harmony import Channels
 from app.parsers.reasoning import ReasoningParser
 from app.parsers.registry import ReasoningFamily, ToolFamily
 
@@ -43,6 +44,11 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         """Reasoning is reported in its own fields."""
         return self.reasoning is not None and not self.inline and not self.silent
 
+    @property
+    def calls_in_channels(self) -> bool:
+        """Calls are messages beside those of the answer's text."""
+        return self.tools is not None and self.tools.channels
+
     def answer(self) -> Answer:
         """The parser of one choice."""
         return Answer(self)
@@ -59,8 +65,19 @@ class Answer:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         family, tools = reading.reasoning, reading.tools
-        self._reasoning: ReasoningParser | None = None
-        if family is not None:
+        self._reasoning: ReasoningParser | Channels | None = None
+        if family is not None and family.channels:
+            in_channels = reading.calls_in_channels
+            self._reasoning = Channels(
+                reading.names,
+                reading.schemas,
+                calls=in_channels,
+                inside=reading.inside,
+                inline=reading.inline,
+                forced=reading.forced and in_channels,
+            )
+            tools = None if in_channels else tools
+        elif family is not None:
             begins = tools.markers if tools is not None else ()
             self._reasoning = ReasoningParser(
                 family.begins, family.ends, begins, reading.inside, reading.inline
@@ -93,26 +110,26 @@ class Answer:
     def feed(self, text: str) -> list[Event]:
         """More text. Never raises for what a model may write."""
         if self._reasoning is None:
-            return self._called(text)
-        return self._split(self._reasoning.feed(text))
+            return self._counted(self._called(text))
+        return self._counted(self._split(self._reasoning.feed(text)))
 
     def finish(self) -> list[Event]:
         """The text is over: what was held back. Nothing may be fed afterwards."""
         events: list[Event] = []
         if self._reasoning is not None:
             if (found := self._unclosed(self._reasoning)) is not None:
-                return found
+                return self._counted(found)
             events = self._split(self._reasoning.finish())
         if self._calls is not None:
-            events += self._counted(self._calls.finish())
-        return events
+            events += self._calls.finish()
+        return self._counted(events)
 
-    def _unclosed(self, reasoning: ReasoningParser) -> list[Event] | None:
+    def _unclosed(self, reasoning: ReasoningParser | Channels) -> list[Event] | None:
         """The calls in reasoning without an end mark: it ends with them. None without any."""
         if self._calls is None or not (text := reasoning.called):
             return None
         found = self._calls.feed(text) + self._calls.finish()
-        return self._counted(found) if assemble(found).calls else self._split(reasoning.finish())
+        return found if assemble(found).calls else self._split(reasoning.finish())
 
     def _split(self, parts: list[Event]) -> list[Event]:
         events: list[Event] = []
@@ -121,14 +138,14 @@ class Answer:
                 events += self._called(part.text)
             elif isinstance(part, Reasoning) and self._reading.inline:
                 events.append(Content(part.text))
-            elif not self._reading.silent:
+            elif not (isinstance(part, Reasoning) and self._reading.silent):
                 events.append(part)
         return events
 
     def _called(self, text: str) -> list[Event]:
         if self._calls is None:
             return [Content(text)] if text else []
-        return self._counted(self._calls.feed(text))
+        return self._calls.feed(text)
 
     def _counted(self, events: list[Event]) -> list[Event]:
         if self.done:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.parsers import formats, tagged
+from app.parsers import formats, harmony, tagged
 from app.parsers.calls import Syntax
 from app.parsers.gemma import FUNCTION_GEMMA, GEMMA_4, Marks, gemma
 from app.parsers.pythonic import MARKS, OLMO, olmo, pythonic
@@ -51,6 +51,8 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     """How arguments are written; None: as one JSON object."""
     numbered: str = ""
     """Behind `begin` comes a number, then this."""
+    last: bool = False
+    """A call ends the answer: there is one at most."""
 
 
 class ToolFamily(Syntax, frozen=True, kw_only=True):
@@ -62,6 +64,8 @@ class ToolFamily(Syntax, frozen=True, kw_only=True):
     """Markers are special tokens, which are hidden unless asked for."""
     short_ids: bool = False
     """The template takes call ids of nine characters only."""
+    channels: bool = False
+    """Calls, reasoning and text are messages of their own (`app.parsers.harmony`)."""
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +79,12 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
     special: bool = False
     spellings: tuple[tuple[str, str], ...] = ()
     """Other marks that models write, each a begin and an end."""
+    line: str = "\n"
+    """Between a mark and the reasoning."""
+    channels: bool = False
+    """See `ToolFamily.channels`."""
+    sign: str = ""
+    """What indicates it in a template, if not the end mark."""
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -91,15 +101,22 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
         return prompt.rstrip().endswith(self.begin)
 
     def closed(self, prompt: str) -> bool:
-        """Whether the prompt ends with reasoning that the template has ended."""
+        """Whether the prompt ends with reasoning that the template has ended, or within an answer's text."""
+        if self.channels:
+            message = prompt.rpartition(harmony.START)[2]
+            return harmony.FINAL in message or prompt.endswith(self.begin + self.closing(True))
         return prompt.rstrip().endswith(self.end)
 
-    def skipped(self, prompt: str) -> str:
-        """The prompt with the reasoning ended before it has begun."""
+    def closing(self, calls: bool) -> str:
+        """What ends reasoning that is cut, and begins the answer, which may be `calls` in the same format."""
+        return f"{self.line}{self.end}{self.gap}{harmony.FINAL if self.channels and not calls else ''}"
+
+    def skipped(self, prompt: str, calls: bool = False) -> str:
+        """The prompt with the reasoning ended before it has begun. `calls`: see `closing`."""
         if self.closed(prompt):
             return prompt
         opened = prompt.rstrip() if self.opened(prompt) else prompt + self.begin
-        return f"{opened}\n\n{self.end}{self.gap}"
+        return opened + self.line + self.closing(calls)
 
 
 _HERMES = ToolFamily(
@@ -286,6 +303,19 @@ _KIMI = ToolFamily(
     ),
     special=True,
 )
+_HARMONY = ToolFamily(
+    name="harmony",
+    markers=harmony.BEGINS,
+    calls=harmony.call,
+    bare=harmony.first_call,
+    writing=Writing(
+        begin=f"{harmony.CHANNEL}commentary to=functions.%s <|constrain|>json{harmony.MESSAGE}",
+        end="",
+        last=True,
+    ),
+    special=True,
+    channels=True,
+)
 
 
 def _gemma(name: str, marks: Marks) -> ToolFamily:
@@ -308,6 +338,7 @@ _GEMMA_4 = _gemma("gemma4", GEMMA_4)
 _FAMILIES = (
     *(_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC, _QWEN_CODER, _GLM, _KIMI),
     *(_FUNCTION_GEMMA, _GEMMA_4, _GRANITE, _GRANITE_20B, _PHI, _OLMO, _DEEPSEEK_31, _DSML, _MINIMAX),
+    _HARMONY,
 )
 TOOLS: Mapping[str, ToolFamily] = {family.name: family for family in _FAMILIES}
 """By the name that `--tool-parser` takes."""
@@ -323,9 +354,19 @@ _GRANITE_THOUGHT = ReasoningFamily(
     spellings=(("Here's my thought process:", "Here's my response:"),),
 )
 _GEMMA_THOUGHT = ReasoningFamily(name="gemma4", begin="<|channel>thought", end="<channel|>", special=True)
+_ANALYSIS = ReasoningFamily(
+    name="harmony",
+    begin=harmony.ANALYSIS,
+    end=harmony.END,
+    gap=harmony.ASSISTANT,
+    line="",
+    special=True,
+    channels=True,
+    sign=harmony.CHANNEL,
+)
 
 REASONING: Mapping[str, ReasoningFamily] = {
-    family.name: family for family in (_THINK, _BRACKETS, _GRANITE_THOUGHT, _GEMMA_THOUGHT)
+    family.name: family for family in (_THINK, _BRACKETS, _GRANITE_THOUGHT, _GEMMA_THOUGHT, _ANALYSIS)
 }
 """By the name that `--reasoning-parser` takes."""
 
@@ -346,7 +387,7 @@ def reasoning_family(choice: str, template: str) -> ReasoningFamily | None:
     """The same for reasoning. A template that knows the end mark is for a model that writes it."""
     if choice != "auto":
         return REASONING.get(choice)
-    return next((family for family in REASONING.values() if family.end in template), None)
+    return next((family for family in REASONING.values() if (family.sign or family.end) in template), None)
 
 
 def _found(template: str) -> ToolFamily:
@@ -364,6 +405,7 @@ _VARIANTS = (
 )
 """Family, a text of a template by which its model writes otherwise, and how."""
 _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
+    (_HARMONY, (harmony.CHANNEL,)),
     # Tags inside the tag are other formats than JSON there: they come first.
     (_QWEN_CODER, (tagged.QWEN_CODER.call[0],)),
     (_GLM, ("<arg_key>",)),

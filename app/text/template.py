@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
+from app.text import harmony
 from app.text.hermes import parsed_arguments, tools_as_text
 from app.text.sandbox import OutOfTime, Sandbox, nested
 from core.errors import ModelError, RequestError
@@ -186,6 +187,8 @@ class ChatTemplate:
             raise RequestError(f"chat_template_kwargs must not set {wrong!r}.", "chat_template_kwargs")
         if not self.shows_tools and (tools or not self._shows_calls):
             messages, tools = tools_as_text(messages, tools, self._shows_system), None
+        if harmony.MARK in self.source:
+            messages, tools, arguments = harmony.adapted(messages, tools, arguments)
         plain = [self._message(message) for message in messages]
         if continue_final_message:
             plain[-1] = _with_end_marked(plain[-1])

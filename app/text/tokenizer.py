@@ -40,9 +40,11 @@ SPARSE_CHARS = 4
 """Per token, in usual text: of a text that may be too long, this many characters for each token of the limit
 are encoded first, then four times as many."""
 
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>")
-"""End-of-turn tokens of ChatML, Llama 3, Gemma and Llama 4, used in addition to the EOS of the files:
-fine-tunes often keep the base model's."""
+_TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>", "<|return|>", "<|call|>"),
+)
+"""End-of-turn tokens of ChatML, Llama 3, Gemma, Llama 4 and gpt-oss, used in addition to the EOS of the
+files: fine-tunes often keep the base model's."""
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from app.parsers.reading import Reading
 from app.parsers.registry import REASONING, TOOLS, ToolFamily, tool_family
 from core.errors import RequestError
 from core.grammar import GrammarSpec
+from tests.rigs.parsers import accepts
 
 SCHEMA = {
     "type": "object",
@@ -28,13 +29,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 BAD = CALL.replace("city", "town")
 JSON = '{"city": 3}'
-
-
-def accepts(spec: GrammarSpec, text: str) -> bool:
-    """Whether a whole text satisfies a structural tag."""
-    xgrammar = pytest.importorskip("xgrammar")
-    testing = pytest.importorskip("xgrammar.testing")
-    return bool(testing._is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(spec.text), text))
 
 
 def grammar(family: ToolFamily | None = TOOLS["hermes"], **wanted: Any) -> GrammarSpec:

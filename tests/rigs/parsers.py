@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
+
 from app.parsers.base import Event
 from app.parsers.calls import CallParser
 from app.parsers.reading import Answer
 from app.parsers.reasoning import ReasoningParser
+from core.grammar import GrammarSpec
 
 Made = list[tuple[str, dict[str, Any]]]
 
@@ -68,3 +71,10 @@ def lines(work: Callable[[], object]) -> int:
     finally:
         sys.settrace(None)
     return count
+
+
+def accepts(spec: GrammarSpec, text: str) -> bool:
+    """Whether a whole text satisfies a structural tag."""
+    xgrammar = pytest.importorskip("xgrammar")
+    testing = pytest.importorskip("xgrammar.testing")
+    return bool(testing._is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(spec.text), text))

@@ -22,7 +22,7 @@ from app.api.request.messages import (
     template_arguments,
 )
 from app.api.request.prompts import check_ids
-from app.api.request.reasoning import constrained, shown, thinking_budget, without_thinking
+from app.api.request.reasoning import constrained, shown, thinking_budget, unthinking, without_thinking
 from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import (
     choices,
@@ -103,8 +103,9 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
         template = chosen_template(body.chat_template, loaded)
         prompt = await _render(body, loaded, tools, template)
         family = called_in(family, template.shows_tools, tools.shown)
-    if budget == 0 and loaded.reasoning is not None:
-        prompt = await without_thinking(prompt, loaded.reasoning, loaded)
+    if loaded.reasoning is not None and (budget == 0 or unthinking(body, loaded.reasoning)):
+        calls = family is not None and family.channels and tools.calls != "none"
+        prompt = await without_thinking(prompt, loaded.reasoning, loaded, calls)
     job = msgspec.structs.replace(
         job,
         prompt=prompt,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from app.api.request.schema import ExtensionFields
+from app.api.request.schema import ChatBody, ExtensionFields
 from app.engine.job import Generator, Job, Run, Sink
 from app.engine.reasoning_budget import Watch, Watcher
 from app.parsers.grammar import Wanted, constraint
@@ -46,15 +46,22 @@ def thinking_fields(wanted: bool, budget: int | None, loaded: Loaded) -> tuple[i
     return budget if wanted else 0, {"enable_thinking": wanted}
 
 
+def unthinking(body: ChatBody, family: ReasoningFamily) -> bool:
+    """Whether the request wants no thinking of a model whose template cannot ask for that."""
+    return family.channels and body.reasoning_effort == "none"
+
+
 def shown(prompt: str | Ints, loaded: Loaded) -> str:
     """The end of a prompt as text, special tokens too."""
     return prompt if isinstance(prompt, str) else loaded.tokenizer.decode(prompt[-SEEN:].tolist(), False)
 
 
-async def without_thinking(prompt: str | Ints, family: ReasoningFamily, loaded: Loaded) -> str | Ints:
-    """The prompt with an empty thinking, which is closed."""
+async def without_thinking(
+    prompt: str | Ints, family: ReasoningFamily, loaded: Loaded, calls: bool = False
+) -> str | Ints:
+    """The prompt with an empty thinking, which is closed. `calls`: see `ReasoningFamily.closing`."""
     text = shown(prompt, loaded)
-    skipped = family.skipped(text)
+    skipped = family.skipped(text, calls)
     if isinstance(prompt, str):
         return skipped
     same = 0
