@@ -15,6 +15,7 @@ from app.parsers.harmony import BEGINS, ENDS, MESSAGE
 from app.parsers.reading import Reading
 from app.parsers.registry import REASONING, TOOLS, reasoning_family, tool_family
 from core.grammar import GrammarSpec
+from gpu.grammar.structural_tag_lark import lark_of
 from tests.rigs.parsers import accepts, cuts, hermes, lines, parse, splits
 
 TOOL, THINK = TOOLS["harmony"], REASONING["harmony"]
@@ -330,6 +331,9 @@ def test_a_grammar_is_about_the_answers_messages(fields: dict[str, Any], right: 
     spec = constraint(wanted, TOOL if wanted.tools else None, THINK)
     assert spec is not None
     assert {name for name, text in WRITTEN.items() if accepts(spec, text)} == right
+    # The faster library takes it, the marks as tokens.
+    tokens = {mark: at for at, mark in enumerate((*BEGINS, *ENDS, MESSAGE, "<|constrain|>"))}
+    assert MESSAGE not in lark_of(json.loads(spec.text), tokens, lambda part: json.dumps(part.schema))
     if wanted.calls == "required":
         for name in right - {"open call"}:
             assert len(told(WRITTEN[name])[2]) == 1

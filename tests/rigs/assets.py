@@ -24,3 +24,8 @@ def asset(name: str) -> Path:
 def real_tokenizer(name: str) -> Tokenizer:
     """Of `assets/NAME`. Loading one takes half a second, so that the tests of a process share it."""
     return Tokenizer.load(asset(name), 200_000)
+
+
+def template(name: str) -> str:
+    """A real model's chat template: `tests/data/templates`."""
+    return (ROOT / "tests/data/templates" / f"{name}.jinja").read_text(encoding="utf-8")
