@@ -79,6 +79,7 @@ _TOOLS = {
     "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31",
     "deepseekv32": "deepseek_v32",
+    "deepseekv4": "deepseek_v4",
     "granite4": "hermes",
     "minimax-m2": "minimax_m2",
     "llama4_pythonic": "pythonic",

@@ -374,11 +374,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
             "deepseek_v32",
             "minimax_m2",
             "harmony",
+            "seed_oss",
+            "deepseek_v4",
         ],
         "format of tool calls; auto: detected from the chat template",
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think", "mistral", "granite", "gemma4", "harmony"],
+        Literal["auto", "none", "think", "mistral", "granite", "gemma4", "harmony", "seed_oss"],
         "format of reasoning; auto: detected from the chat template",
     ] = "auto"
     trust_request_chat_template: Annotated[

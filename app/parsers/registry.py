@@ -5,13 +5,14 @@ A family is data: marks, the functions that read its calls, and how to write a g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from app.parsers import formats, harmony, tagged
-from app.parsers.calls import Syntax
+from app.parsers.calls import Format, Syntax
 from app.parsers.gemma import FUNCTION_GEMMA, GEMMA_4, Marks, gemma
 from app.parsers.pythonic import MARKS, OLMO, olmo, pythonic
 
@@ -53,6 +54,16 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     """Behind `begin` comes a number, then this."""
     last: bool = False
     """A call ends the answer: there is one at most."""
+
+    def written(self, calls: Sequence[tuple[str, object]]) -> str | None:
+        """Calls, each a name and arguments, as text; None where arguments are not written as JSON."""
+        if self.fields is not None or self.numbered:
+            return None
+        each = [
+            f"{self.begin % name}{made if isinstance(made, str) else json.dumps(made, ensure_ascii=False)}"
+            for name, made in calls
+        ]
+        return f"{self.opening}{self.separator.join(one + self.end for one in each)}{self.closing}"
 
 
 class ToolFamily(Syntax, frozen=True, kw_only=True):
@@ -226,50 +237,66 @@ _OLMO = ToolFamily(
     writing=msgspec.structs.replace(_PYTHONIC.writing, opening=OLMO[0], separator="\n", closing=OLMO[1]),
     special=True,
 )
-_QWEN_CODER = ToolFamily(
-    name="qwen3_coder",
-    markers=(tagged.TOOL_CALL[0], tagged.QWEN_CODER.call[0]),
-    calls=tagged.tagged(tagged.QWEN_CODER),
-    lead="\n",
-    writing=Writing(
-        begin="<tool_call>\n<function=%s>\n",
-        end="</function>\n</tool_call>",
-        separator="\n",
-        fields=Fields(begin="<parameter=%s>\n", gap="\n", end="</parameter>", after="\n"),
-    ),
-)
-_MINIMAX = ToolFamily(
-    name="minimax_m2",
-    markers=(tagged.MINIMAX.calls[0], tagged.MINIMAX.call[0]),
-    calls=tagged.tagged(tagged.MINIMAX),
-    lead="\n",
-    writing=Writing(
-        opening="<minimax:tool_call>\n",
-        begin='<invoke name="%s">\n',
-        end="</invoke>\n",
-        closing="</minimax:tool_call>",
-        fields=Fields(begin='<parameter name="%s">', end="</parameter>", after="\n"),
-    ),
-    special=True,
-)
-_DSML = ToolFamily(
-    name="deepseek_v32",
-    markers=(tagged.DSML.calls[0], tagged.DSML.call[0]),
-    calls=tagged.tagged(tagged.DSML),
-    lead="\n\n",
-    writing=Writing(
-        opening="<｜DSML｜function_calls>\n",
-        begin='<｜DSML｜invoke name="%s">\n',
-        end="</｜DSML｜invoke>\n",
-        closing="</｜DSML｜function_calls>",
-        fields=Fields(
-            begin='<｜DSML｜parameter name="%s" string="',
-            quotes=Quotes(('true">', "</｜DSML｜parameter>"), ('false">', "</｜DSML｜parameter>")),
-            after="\n",
+
+
+def _tagged(name: str, tags: tagged.Tags, lead: str, gap: str = "") -> ToolFamily:
+    """Each call in an outer tag of its own."""
+    return ToolFamily(
+        name=name,
+        markers=(tags.calls[0], tags.call[0]),
+        calls=tagged.tagged(tags),
+        lead=lead,
+        writing=Writing(
+            begin=f"{tags.calls[0]}\n{tags.call[0]}%s{tags.named}\n",
+            end=f"{tags.call[1]}\n{tags.calls[1]}",
+            separator="\n",
+            fields=Fields(
+                begin=f"{tags.argument[0]}%s{tags.named}{tags.line}",
+                gap=gap,
+                end=tags.argument[1],
+                after="\n",
+            ),
         ),
-    ),
-    special=True,
+    )
+
+
+def _invoked(
+    name: str, tags: tagged.Tags, lead: str, fields: Fields, calls: Format | None = None
+) -> ToolFamily:
+    """All calls in one outer tag."""
+    return ToolFamily(
+        name=name,
+        markers=(tags.calls[0], tags.call[0]),
+        calls=calls or tagged.tagged(tags),
+        lead=lead,
+        writing=Writing(
+            opening=f"{tags.calls[0]}\n",
+            begin=f"{tags.call[0]}%s{tags.named}\n",
+            end=f"{tags.call[1]}\n",
+            closing=tags.calls[1],
+            fields=fields,
+        ),
+        special=True,
+    )
+
+
+def _dsml(name: str, tags: tagged.Tags) -> ToolFamily:
+    begin, end = tags.argument
+    quotes = Quotes(('true">', end), ('false">', end))
+    fields = Fields(begin=f'{begin}%s" string="', quotes=quotes, after="\n")
+    markers = tuple(dict.fromkeys((tags.calls[0], *tagged.DSML_MARKS)))
+    return msgspec.structs.replace(_invoked(name, tags, "\n\n", fields, tagged.dsml), markers=markers)
+
+
+_QWEN_CODER = _tagged("qwen3_coder", tagged.QWEN_CODER, "\n\n", "\n")
+_SEED = msgspec.structs.replace(_tagged("seed_oss", tagged.SEED, "\n\n"), special=True)
+_MINIMAX = _invoked(
+    "minimax_m2",
+    tagged.MINIMAX,
+    "\n",
+    Fields(begin='<parameter name="%s">', end=tagged.MINIMAX.argument[1], after="\n"),
 )
+_DSML, _DSML_4 = _dsml("deepseek_v32", tagged.DSML), _dsml("deepseek_v4", tagged.DSML_4)
 _GLM = ToolFamily(
     name="glm",
     markers=(tagged.TOOL_CALL[0],),
@@ -338,12 +365,15 @@ _GEMMA_4 = _gemma("gemma4", GEMMA_4)
 _FAMILIES = (
     *(_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC, _QWEN_CODER, _GLM, _KIMI),
     *(_FUNCTION_GEMMA, _GEMMA_4, _GRANITE, _GRANITE_20B, _PHI, _OLMO, _DEEPSEEK_31, _DSML, _MINIMAX),
-    _HARMONY,
+    *(_HARMONY, _SEED, _DSML_4),
 )
 TOOLS: Mapping[str, ToolFamily] = {family.name: family for family in _FAMILIES}
 """By the name that `--tool-parser` takes."""
 
 _THINK = ReasoningFamily(name="think", begin="<think>", end="</think>", gap="\n\n")
+_SEED_THINK = ReasoningFamily(
+    name="seed_oss", begin="<seed:think>", end="</seed:think>", gap="\n", special=True
+)
 _BRACKETS = ReasoningFamily(name="mistral", begin="[THINK]", end="[/THINK]", special=True)
 # Granite 3.2 writes "is", and "'s" in some conversions; 3.3 writes <think>.
 _GRANITE_THOUGHT = ReasoningFamily(
@@ -366,7 +396,8 @@ _ANALYSIS = ReasoningFamily(
 )
 
 REASONING: Mapping[str, ReasoningFamily] = {
-    family.name: family for family in (_THINK, _BRACKETS, _GRANITE_THOUGHT, _GEMMA_THOUGHT, _ANALYSIS)
+    family.name: family
+    for family in (_THINK, _BRACKETS, _GRANITE_THOUGHT, _GEMMA_THOUGHT, _ANALYSIS, _SEED_THINK)
 }
 """By the name that `--reasoning-parser` takes."""
 
@@ -402,11 +433,13 @@ _VARIANTS = (
     (_PHI, formats.PHI[2], _PHI_TOKENS),
     (_DEEPSEEK, "<｜tool▁sep｜>", _DEEPSEEK_31),
     (_GLM, "</arg_key><arg_value>", _GLM_47),
+    (_DSML, "tool_calls>", _DSML_4),
 )
 """Family, a text of a template by which its model writes otherwise, and how."""
 _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
     (_HARMONY, (harmony.CHANNEL,)),
     # Tags inside the tag are other formats than JSON there: they come first.
+    (_SEED, tagged.SEED.calls[:1]),
     (_QWEN_CODER, (tagged.QWEN_CODER.call[0],)),
     (_GLM, ("<arg_key>",)),
     (_KIMI, formats.KIMI[:1]),

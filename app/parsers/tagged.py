@@ -39,12 +39,16 @@ MINIMAX = Tags(
     argument=('<parameter name="', "</parameter>"),
     named='">',
 )
+SEED = QWEN_CODER._replace(calls=("<seed:tool_call>", "</seed:tool_call>"), line="")
 DSML = Tags(
     calls=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     call=('<｜DSML｜invoke name="', "</｜DSML｜invoke>"),
     argument=('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
     named='">',
 )
+DSML_4 = DSML._replace(calls=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
+DSML_PLAIN = MINIMAX._replace(calls=("<function_calls>", "</function_calls>"))
+"""As it reads where the special token was left out (vLLM issue 30541)."""
 _IS_STRING = '" string="'
 """In DeepSeek's tags behind an argument's name, before `true` or `false`."""
 _KEY = ("<arg_key>", "</arg_key>")
@@ -78,6 +82,21 @@ def tagged(tags: Tags) -> Format:
             cursor.record()
 
     return read
+
+
+def dsml(calls: CallParser) -> Steps[None]:
+    """Calls in any of DeepSeek's spellings: models of one version write another's."""
+    for tags in (DSML, DSML_4, DSML_PLAIN):
+        for mark in (tags.calls[0], tags.call[0]):
+            if (yield from calls.cursor.ahead(len(mark))) == mark:
+                yield from tagged(tags)(calls)
+                return
+    yield from calls.cursor.expect(DSML.calls[0])
+
+
+DSML_MARKS = tuple(
+    dict.fromkeys(mark for each in (DSML, DSML_4, DSML_PLAIN) for mark in (each.calls[0], each.call[0]))
+)
 
 
 def _arguments(calls: CallParser, name: str, tags: Tags) -> Steps[None]:

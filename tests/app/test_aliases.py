@@ -181,7 +181,7 @@ def test_no_bound_is_no_bound() -> None:
         ("--dp-size 0", ["--dp-size", "0"]),
         ("--tensor-parallel-size", ["--tensor-parallel-size"]),
         ("--quantization bitsandbytes", ["--quantization", "bitsandbytes"]),
-        ("--tool-call-parser seed_oss", ["--tool-call-parser", "seed_oss", "hermes"]),
+        ("--tool-call-parser jamba", ["--tool-call-parser", "jamba", "hermes"]),
         ("--max-num-seqs many", ["--max-num-seqs", "many"]),
         ("--kv-cache-dtype fp8_e5m2", ["--kv-cache-dtype", "fp8_e5m2"]),
         ("--chunked-prefill-size 2", ["--chunked-prefill-size", "2"]),

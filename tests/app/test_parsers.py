@@ -197,6 +197,22 @@ def dsml(calls: Made) -> str:
     return invoked(calls, "｜DSML｜", "｜DSML｜function_calls", argument)
 
 
+def dsml_4(calls: Made) -> str:
+    return dsml(calls).replace("function_calls>", "tool_calls>")
+
+
+def dsml_plain(calls: Made) -> str:
+    return dsml(calls).replace("｜DSML｜", "")
+
+
+def seed(calls: Made) -> str:
+    def written(name: str, args: dict[str, Any]) -> str:
+        inner = "".join(f"<parameter={key}>{tagged(value)}</parameter>\n" for key, value in args.items())
+        return f"<seed:tool_call>\n<function={name}>\n{inner}</function>\n</seed:tool_call>"
+
+    return "\n".join(written(name, args) for name, args in calls)
+
+
 WRITERS: dict[Callable[[Made], str], str] = {
     hermes: "hermes",
     llama: "llama3",
@@ -208,6 +224,7 @@ WRITERS: dict[Callable[[Made], str], str] = {
     deepseek_31: "deepseek_v3",
     pythonic: "pythonic",
     qwen_coder: "qwen3_coder",
+    seed: "seed_oss",
     glm: "glm",
     glm_47: "glm",
     kimi: "kimi_k2",
@@ -221,8 +238,11 @@ WRITERS: dict[Callable[[Made], str], str] = {
     olmo: "olmo3",
     minimax: "minimax_m2",
     dsml: "deepseek_v32",
+    dsml_4: "deepseek_v4",
+    dsml_plain: "deepseek_v32",
 }
-LEADS = {"hermes": "\n", "qwen3_coder": "\n", "glm": "\n", "minimax_m2": "\n", "deepseek_v32": "\n\n"}
+LEADS = {"hermes": "\n", "qwen3_coder": "\n\n", "glm": "\n", "minimax_m2": "\n"}
+LEADS |= dict.fromkeys(("deepseek_v32", "deepseek_v4", "seed_oss"), "\n\n")
 """What templates write between text and calls."""
 
 MALFORMED = {

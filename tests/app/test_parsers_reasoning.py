@@ -193,6 +193,8 @@ def test_real_templates_say_of_which_family_they_are() -> None:
         ("within <function_calls></function_calls> XML tags", "olmo3", None),
         ("<minimax:tool_call> </think>", "minimax_m2", "think"),
         ("<｜DSML｜function_calls>", "deepseek_v32", None),
+        ("{% set dsml = '｜DSML｜' %}{{ '</' + dsml + 'tool_calls>' }}", "deepseek_v4", None),
+        ("<seed:tool_call>\n<function=name></seed:think>", "seed_oss", "seed_oss"),
         ("<｜tool▁calls▁begin｜> <｜tool▁sep｜>", "deepseek_v31", None),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", None),
         ("[TOOL_CALLS] [THINK][/THINK]", "mistral", "mistral"),
