@@ -52,6 +52,8 @@ class RequestTemplate:
                 f"'chat_template' has {len(source)} characters; at most {MAX_SOURCE} are taken.",
                 "chat_template",
             )
+        self.drops_calls = False
+        """See `ChatTemplate.drops_calls`. A request's own template has to render them."""
         self._source = source
         self._helper = helper
         self.shows_tools = True

@@ -105,6 +105,11 @@ class ChatTemplate:
         except ModelError as error:
             raise ModelError(f"{error} Name another with --chat-template.") from error
 
+    @property
+    def drops_calls(self) -> bool:
+        """It renders tools, but not the assistant's calls (Granite 3.3): they have to be in the content."""
+        return self.shows_tools and not self._shows_calls
+
     def close(self) -> None:
         """Stop the pool threads, after what they are rendering. Idempotent."""
         self._pool.shutdown()

@@ -69,6 +69,7 @@ class JoinTemplate:
     """`role: content` lines. A content of `RAISE` makes the template raise."""
 
     shows_tools = True
+    drops_calls = False
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
     special_tokens: Mapping[str, str] = {}

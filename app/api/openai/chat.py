@@ -20,6 +20,7 @@ from app.api.request.messages import (
     message_count,
     short_ids,
     template_arguments,
+    written_calls,
 )
 from app.api.request.prompts import check_ids
 from app.api.request.reasoning import constrained, shown, thinking_budget, unthinking, without_thinking
@@ -126,6 +127,8 @@ async def _render(
     messages = await aside(message_count(body.messages), lambda: check_messages(body.messages))
     if loaded.tools is not None and loaded.tools.short_ids:
         messages = short_ids(messages)
+    if loaded.tools is not None and template.drops_calls:
+        messages = written_calls(messages, loaded.tools)
     add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)
     arguments = template_arguments(
         body.chat_template_kwargs, documents=body.documents, reasoning_effort=body.reasoning_effort

@@ -9,6 +9,7 @@ import msgspec
 
 from app.http.body import check_depth
 from app.http.pieces import MAX_VALUES
+from app.parsers.registry import ToolFamily
 from app.service import Loaded
 from app.text.numbers import slow_numbers
 from app.text.request_template import RequestTemplate
@@ -219,3 +220,17 @@ def _nine(id: str) -> str:
     if len(id) == 9 and id.isascii() and id.isalnum():
         return id
     return hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def written_calls(messages: list[Message], family: ToolFamily) -> list[Message]:
+    """Messages with their calls as the model writes them, in the content."""
+    return [_written(message, family) if message.get("tool_calls") else message for message in messages]
+
+
+def _written(message: Message, family: ToolFamily) -> Message:
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = family.writing.written([(each["name"], each["arguments"]) for each in functions])
+    if calls is None:
+        return message
+    before = f"{message['content']}{family.lead}" if message["content"] else ""
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": before + calls}
