@@ -42,6 +42,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """More than one call."""
     thinking: Literal["none", "possible", "open"] = "none"
     """`open`: the prompt has opened it."""
+    over: bool = False
+    """The reasoning was cut or skipped: no other may follow, in formats that would allow it."""
 
 
 def constraint(
@@ -137,7 +139,7 @@ def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
     if wanted.calls == "none" or not wanted.tools:
         return None
     free = wanted.calls == "auto" and wanted.answer is None
-    if free and not any(tool.strict for tool in wanted.tools):
+    if free and not _held(wanted, family):
         return None
     param = "tools" if wanted.calls == "auto" else "tool_choice"
     if family is None:
@@ -150,6 +152,12 @@ def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
     if not free:
         return _group(tags, family.writing, wanted.many)
     return _within_text(tags, family, family.begun(tool.name for tool in wanted.tools), wanted.many)
+
+
+def _held(wanted: Wanted, family: ToolFamily | None) -> bool:
+    """Whether anything of free text with calls in it is constrained."""
+    apart = wanted.over and family is not None and family.channels
+    return apart or any(tool.strict for tool in wanted.tools)
 
 
 def _tag(tool: Tool, writing: Writing, free: bool, param: str) -> Element:

@@ -114,9 +114,12 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
     def closed(self, prompt: str) -> bool:
         """Whether the prompt ends with reasoning that the template has ended, or within an answer's text."""
         if self.channels:
-            message = prompt.rpartition(harmony.START)[2]
-            return harmony.FINAL in message or prompt.endswith(self.begin + self.closing(True))
+            return self.answering(prompt) or prompt.endswith(self.begin + self.closing(True))
         return prompt.rstrip().endswith(self.end)
+
+    def answering(self, prompt: str) -> bool:
+        """Whether the prompt ends within the message of an answer's text."""
+        return self.channels and harmony.FINAL in prompt.rpartition(harmony.START)[2]
 
     def closing(self, calls: bool) -> str:
         """What ends reasoning that is cut, and begins the answer, which may be `calls` in the same format."""

@@ -119,8 +119,24 @@ async def test_reasoning_that_is_skipped_or_cut(gpt_oss: Server, tools: Any) -> 
     _, answer = await gpt_oss.post(CHAT, {**body, "max_thinking_tokens": 3})
     message = answer["choices"][0]["message"]
     assert message["content"] == "No." and set(message["reasoning"].split()) == {"hm"}
-    ids = gpt_oss.engine.runs[-1].job.prompt
-    assert ByteTokenizer().decode(ids.tolist()).endswith(f"<|end|>{NEXT}{final}")
+    assert prompt(gpt_oss).endswith(f"<|end|>{NEXT}{final}")
+    for run, limited in zip(gpt_oss.engine.runs, (True, True, False, True), strict=True):
+        # Where calls may come, too, a grammar keeps the model from going on to reason.
+        grammar = run.job.grammar
+        assert (grammar is not None) == (bool(tools) and limited)
+        assert grammar is None or "<|channel|>analysis" not in grammar.text
+
+
+async def test_an_answer_that_is_continued(gpt_oss: Server) -> None:
+    begun = [*HI, {"role": "assistant", "content": "It"}]
+    gpt_oss.engine.scripts = [[" is", "."]]
+    wanted = {"type": "json_object"}
+    body = {"messages": begun, "tools": [WEATHER], "response_format": wanted, "continue_final_message": True}
+    _, answer = await gpt_oss.post(CHAT, body)
+    assert prompt(gpt_oss).endswith(f"{USER}{NEXT}<|channel|>final<|message|>It")
+    grammar = gpt_oss.engine.runs[-1].job.grammar
+    assert grammar is not None and grammar.kind == "json_object"
+    assert answer["choices"][0]["message"]["content"] == " is."
 
 
 def test_conversations_as_the_template_takes_them() -> None:

@@ -76,10 +76,15 @@ def constrained(job: Job, prompt: str, wanted: Wanted, watch: Watch) -> tuple[Jo
     `prompt`: the job's, as text."""
     reading = watch.reading
     family = reading.reasoning
-    grammar = after = constraint(wanted, reading.tools, family)
-    if family is not None and not family.closed(prompt):
+    tools = reading.tools
+    if family is not None and family.answering(prompt) and wanted.calls == "auto":
+        wanted, tools = msgspec.structs.replace(wanted, calls="none"), None
+    closed = family is None or family.closed(prompt)
+    over = family is not None and (closed or watch.budget is not None)
+    grammar = after = constraint(msgspec.structs.replace(wanted, over=over), tools, family)
+    if not closed:
         thinking = msgspec.structs.replace(wanted, thinking="open" if reading.inside else "possible")
-        grammar = constraint(thinking, reading.tools, family)
+        grammar = constraint(thinking, tools, family)
     text = job.text
     if any(each is not None and each.special for each in (reading.tools, family)):
         text = msgspec.structs.replace(text, skip_special_tokens=False)  # the marks are such tokens
