@@ -92,7 +92,7 @@ _REASONING = {
     **dict.fromkeys(
         (
             *("deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "qwen3", "qwen3-thinking", "glm45"),
-            *("minimax", "minimax_m2", "olmo3"),
+            *("deepseek-v4", "deepseek_v4", "glm47", "kimi_k2", "minimax", "minimax_m2", "olmo3"),
         ),
         "think",
     ),

@@ -8,8 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.parsers.harmony import BEGINS, ENDS, MESSAGE
+from app.text.detokenizer import Detokenizer
 from app.text.harmony import turns
 from app.text.template import ChatTemplate
+from app.text.tokenizer import Tokenizer
+from tests.rigs import vocabularies
 from tests.rigs.assets import template
 from tests.rigs.requests import CHAT
 from tests.rigs.responses import URL
@@ -137,6 +141,17 @@ async def test_an_answer_that_is_continued(gpt_oss: Server) -> None:
     grammar = gpt_oss.engine.runs[-1].job.grammar
     assert grammar is not None and grammar.kind == "json_object"
     assert answer["choices"][0]["message"]["content"] == " is."
+
+
+def test_marks_are_tokens_that_are_shown_and_two_of_them_end_a_turn() -> None:
+    core = vocabularies.byte_level()
+    core.add_special_tokens([*BEGINS, *ENDS, MESSAGE])
+    tokenizer = Tokenizer(core, {})
+    assert {core.id_to_token(id) for id in tokenizer.eos_ids} == {"<|im_end|>", "<|call|>", "<|return|>"}
+    text = "".join([*ANSWER, "<|end|>"])
+    for skip, shown in ((False, text), (True, "analysisRain.assistantfinalIt rains.")):
+        detokenizer = Detokenizer(tokenizer, [], skip)
+        assert "".join(detokenizer.feed([id]) for id in tokenizer.encode(text, False).tolist()) == shown
 
 
 def test_conversations_as_the_template_takes_them() -> None:
