@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ Llama 3.1 and DeepSeek-V3); one that is not done in half a millisecond is starte
 thread, so that no template can hold the loop."""
 
 PROBE_TIME = 0.1
-"""For each of the nine renderings that probe a template at the start."""
+"""For each of the seven to fourteen renderings that probe a template at the start."""
 
 THREADS = 2
 MAX_SOURCE = 1 << 20
@@ -43,7 +44,7 @@ _FAILURES = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError,
 """Errors of a template: its own, or for messages that it does not support."""
 _TOO_MUCH = (RecursionError, MemoryError)
 
-_PROBE = "a probe of what the template reads"
+_PROBE, _CALLED = "a probe of what the template reads", "a probe of what it reads of calls"
 _ASKED: tuple[Message, ...] = ({"role": "user", "content": "?"},)
 _TOOL: Message = {
     "type": "function",
@@ -81,6 +82,8 @@ class ChatTemplate:
         self._template = self._compile(source) if source is not None else None
         self._takes_parts = False
         """It reads content as a list of parts only."""
+        self._thinks_in_parts = False
+        """It reads reasoning as a part of the content (Mistral)."""
         self._arguments_as_objects = True
         self._empty_content: str | None = ""
         self._shows_system = self._shows_calls = True
@@ -212,7 +215,10 @@ class ChatTemplate:
         plain = dict(message)
         content = plain.get("content")
         calls = plain.get("tool_calls")
-        if not content and calls:
+        if self._thinks_in_parts and (thought := plain.get("reasoning_content")):
+            said = [{"type": "text", "text": content}] if content or not calls else []
+            plain["content"] = [{"type": "thinking", "thinking": thought}, *said]
+        elif not content and calls:
             plain["content"] = self._empty_content
         elif self._takes_parts:
             plain["content"] = [{"type": "text", "text": content}]
@@ -228,15 +234,20 @@ class ChatTemplate:
         # A template that only prints its content shows the list itself.
         shows_list = "'text'" in parts or '"text"' in parts
         self._takes_parts = _PROBE not in text and _PROBE in parts and not shows_list
+        thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": _PROBE}]}
+        if not shows_list and _PROBE in (shown := self._try([*_ASKED, thought])):
+            self._thinks_in_parts = "thinking'" not in shown and 'thinking"' not in shown
         self._shows_system = _PROBE in self._try([{"role": "system", "content": _PROBE}, *_ASKED])
         self.shows_tools = not self._try(_ASKED) or _PROBE in self._try(_ASKED, [_TOOL])
         # Most write tool arguments with `tojson`, a few paste the text that they expect. Most add the content
-        # of a message with calls to the prompt; a few (DeepSeek-V3) render calls only where it is None.
-        for objects, content in ((True, ""), (True, None), (False, ""), (False, None)):
-            arguments = {_PROBE: 1} if objects else json.dumps({_PROBE: 1})
+        # of a message with calls to the prompt; a few (DeepSeek-V3) render calls only where it is None, or
+        # nothing at all without tools (Hermes 3).
+        forms = product((None, [_TOOL]), (True, False), ("", None))
+        for tools, objects, content in forms:
+            arguments = {_CALLED: 1} if objects else json.dumps({_CALLED: 1})
             call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
             called = {"role": "assistant", "content": content, "tool_calls": [call]}
-            if _PROBE in self._try([*_ASKED, called]):
+            if _CALLED in self._try([*_ASKED, called], tools):
                 self._arguments_as_objects, self._empty_content = objects, content
                 break
         else:

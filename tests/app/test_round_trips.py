@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.api.request.messages import written_calls
@@ -14,6 +15,8 @@ from app.parsers.registry import reasoning_family, tool_family
 from app.text.template import ChatTemplate
 from tests.rigs.assets import template
 from tests.rigs.parsers import parse
+from tests.rigs.requests import CHAT
+from tests.rigs.server import Server, know
 
 FAMILIES = {
     # the family of calls, that of reasoning, and what ends a turn
@@ -33,8 +36,8 @@ FAMILIES = {
     "qwen3-coder": ("qwen3_coder", None, "<|im_end|>\n"),
     "seed-oss": ("seed_oss", "seed_oss", "<seed:eos>"),
 }
-NO_REASONING = {"deepseek-v3.1", "granite-3.3", "ministral-3"}
-"""Templates that leave out the reasoning of earlier answers, or take it in another form."""
+NO_REASONING = {"deepseek-v3.1", "granite-3.3"}
+"""Templates that leave out the reasoning of earlier answers."""
 NO_TEXT = {"mistral-nemo"}
 """A template that leaves out text beside calls."""
 PROPERTIES = {
@@ -106,3 +109,27 @@ def test_an_answer_is_read_as_its_template_writes_it(
         assert (read.content, read.reasoning, found) == (content, reasoning, calls), written
     back = rendered(USER, asked(read.content, read.reasoning, found), prompt=False)
     assert back == rendered(USER, asked(content, reasoning, calls), prompt=False)
+
+
+async def test_calls_that_a_template_drops_are_in_the_content(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.rigs.engine.CONTEXT", 4096)
+    know(server, "granite")
+    made = ChatTemplate(template("granite-3.3"))
+    server.service.ready(msgspec.structs.replace(server.service.loaded, template=made))
+    history = [USER, asked("I look.", "", [("now", {"a": [1]})]), {"role": "tool", "content": "4°"}]
+    status, answer = await server.post(CHAT, {"messages": history, "tools": TOOLS})
+    assert status == 200, answer
+    call = '<|tool_call|>[{"name": "now", "arguments": {"a": [1]}}]'
+    assert f"I look.{call}<|end_of_text|>" in server.engine.runs[-1].job.prompt
+
+
+def test_templates_that_show_calls_beside_tools_only() -> None:
+    call = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+    call += "{% endfor %}{% endfor %}"
+    tools = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    for source, drops in ((tools + call, False), (tools, True), (call, False), ("{{ messages }}", False)):
+        assert ChatTemplate(source).drops_calls == drops, source
+    conversation = [USER, asked("", "", [("now", {"a": 1})])]
+    assert '{"a": 1}' in ChatTemplate(tools + call).render(conversation, tools=TOOLS)
