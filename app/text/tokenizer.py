@@ -41,7 +41,13 @@ SPARSE_CHARS = 4
 are encoded first, then four times as many."""
 
 _TURN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>", "<|return|>", "<|call|>"),
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|eot|>",
+    "<|return|>",
+    "<|call|>",
 )
 """End-of-turn tokens of ChatML, Llama 3, Gemma, Llama 4 and gpt-oss, used in addition to the EOS of the
 files: fine-tunes often keep the base model's."""
