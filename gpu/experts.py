@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from core.models import ClampedGate
 from gpu.lora import LoraExperts
 
 
@@ -18,6 +19,9 @@ class Experts(NamedTuple):
     scales       of w13 and w2 where they are e4m3: float32 [experts, 2 * width] and [experts, hidden], or
                  [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]
     lora         what adapters add to both, in steps with adapters
+    biases       [experts, 2 * width] and [experts, hidden], where there are any; of ranks the first adds the
+                 second one alone
+    clamped      how gate and up are joined; None: activation(gate) · up
     """
 
     w13: Tensor
@@ -27,3 +31,5 @@ class Experts(NamedTuple):
     activation: str = "silu"
     scales: tuple[Tensor, Tensor] | None = None
     lora: LoraExperts = LoraExperts()
+    biases: tuple[Tensor, Tensor | None] | None = None
+    clamped: ClampedGate | None = None

@@ -28,7 +28,7 @@ from bench.kernels import inputs
 from bench.kernels.compile_steps import step_cases
 from bench.kernels.inputs import Heads, MoeSize
 from bench.kernels.lora_inputs import blank_rows, lora_matrix, slots_view
-from core.models import Fp8
+from core.models import ClampedGate, Fp8
 from gpu.experts import Experts
 from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
@@ -51,6 +51,8 @@ from gpu.quant import FP8, scale_shape
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 SIZE = MoeSize(experts=128)
+GPT_OSS, GPT_OSS_HEADS = MoeSize(32, 2880, 2880, 4), Heads(64, 8, 64)
+CLAMPED = ClampedGate(alpha=1.702, limit=7.0)
 
 
 class _Device:
@@ -75,7 +77,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def attention(page: int, size: Heads, query: int = 1) -> None:
+    def attention(page: int, size: Heads, query: int = 1, sinks: bool = False) -> None:
         config = decode.verify_config(size.dim, size.kv, 132, 256 * query, query, group=size.q // size.kv)
         slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
         table = torch.zeros(512, 64, dtype=torch.int32)
@@ -83,10 +85,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         plan = decode.plan_decode(slots, lengths, config, longest=query, num_rows=n, pdl=pdl)
         space = decode.decode_workspace(256, size.q, size.kv, size.dim, config, CPU)
         q = empty(256, size.q, size.dim)
-        layer = Pages(both[:, 0], both[:, 1], table, page, 0.1)
+        layer = Pages(both[:, 0], both[:, 1], table, page, 0.1, sinks=empty(size.q) if sinks else None)
         decode.paged_decode(q, layer, plan, space, config, pdl=pdl)
 
-    def chunks(page: int, size: Heads, dtype: torch.dtype = DTYPE, window: int = 0) -> None:
+    def chunks(
+        page: int, size: Heads, dtype: torch.dtype = DTYPE, window: int = 0, sinks: bool = False
+    ) -> None:
         config = prefill_plan.prefill_config(size.dim, DTYPE, size.kv, 132)
         space = prefill_merge.prefill_space(config, size.kv, size.dim, CPU)
         slots, firsts = torch.zeros(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
@@ -94,7 +98,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         both = empty(64, 2, size.kv, size.dim, dtype=dtype)
         step = prefill_plan.Chunks(slots, slots, firsts, n)
         plan = prefill_plan.plan_prefill(step, 2048, size.q // size.kv, config, pdl=pdl)
-        q, layer = empty(2048, size.q, size.dim), Pages(both[:, 0], both[:, 1], table, page, 0.1)
+        q, more = empty(2048, size.q, size.dim), empty(size.q) if sinks else None
+        layer = Pages(both[:, 0], both[:, 1], table, page, 0.1, sinks=more)
         prefill.paged_prefill(q, layer, plan, config, space, window=window, pdl=pdl)
 
     def prefix(config: cascade.PrefixConfig) -> None:
@@ -110,8 +115,9 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         rank: int = 0,
         *,
         of: MoeSize = SIZE,
+        clamped: ClampedGate | None = None,
     ) -> None:
-        """With `rank`, of an adapter."""
+        """With `rank`, of an adapter; with `clamped`, with biases too."""
         name = weight_name(fp8, "bfloat16")
         shape = MoeShape(of.experts, of.width, of.hidden, of.top_k, name, "H200")
         kind = FP8 if fp8 else DTYPE
@@ -131,7 +137,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
             both = partial(lora_matrix, [rank], dtype=DTYPE, device=CPU, experts=(of.experts,) * 2)
             made = both(of.hidden, (of.width,) * 2), both(of.width, (of.hidden,))
             lora, rows = LoraExperts(*made), blank_rows(tokens, 1, CPU)
-        layer = Experts(*weights, of.top_k, scales=used, lora=lora)
+        biases = (empty(of.experts, 2 * of.width), empty(of.experts, of.hidden)) if clamped else None
+        layer = Experts(*weights, of.top_k, scales=used, lora=lora, biases=biases, clamped=clamped)
         moe.fused_moe(x, logits, layer, use, after, adapters=rows, num_rows=n, pdl=pdl)
 
     def block_gemm_case(rows: int, name: str) -> None:
@@ -230,7 +237,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     tall = TileConfig(128, 64, 8, 4, False, tma=True)
     swapped = TileConfig(128, 64, 8, 3, True, half=True, tma=True)
     x = empty(256, 2048)
-    lse = empty(256, 32, dtype=torch.float32)
+    lse, wide_lse = (empty(256, size, dtype=torch.float32) for size in (32, 64))
     return {
         "norm": lambda: norm.rms_norm(x, x[0], 1e-6, residual=x, num_rows=n, pdl=pdl),
         "norm, kept": lambda: norm.rms_norm(x, x[0], 1e-6, residual=x, keep=x, num_rows=n, pdl=pdl),
@@ -286,6 +293,13 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "chunks, dim 256": lambda: chunks(16, Heads(16, 8, 256)),
         "chunks, window": lambda: chunks(16, heads, window=1024),
         "chunks, fp8": lambda: chunks(16, heads, torch.float8_e4m3fn),
+        "sinks, decode": lambda: attention(16, GPT_OSS_HEADS, sinks=True),
+        "sinks, verify": lambda: attention(16, GPT_OSS_HEADS, 4, sinks=True),
+        "sinks, chunks": lambda: chunks(16, GPT_OSS_HEADS, sinks=True),
+        "sinks, window": lambda: chunks(16, GPT_OSS_HEADS, window=128, sinks=True),
+        "sinks, merge": lambda: merge.merge_state(
+            empty(256, 64, 64), wide_lse, empty(256, 64, 64), wide_lse, sinks=empty(64), pdl=pdl
+        ),
         "prefix 64": lambda: prefix(cascade.PrefixConfig()),
         "prefix 128": lambda: prefix(cascade.PrefixConfig(128, 128, 8)),
         "moe 1": lambda: experts(1),
@@ -295,6 +309,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "moe 4096": lambda: experts(4096),
         "moe 4096 tall": lambda: experts(4096, MoeConfig(False, 192, tall, tall._replace(block_n=256))),
         "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
+        **{f"moe gpt-oss {n}": partial(experts, n, of=GPT_OSS, clamped=CLAMPED) for n in (1, 32, 256, 512)},
+        "moe gpt-oss 4096": lambda: experts(
+            4096, MoeConfig(False, 192, tall, tall._replace(block_n=256)), of=GPT_OSS, clamped=CLAMPED
+        ),
         **{f"moe lora {n}": partial(experts, n, rank=16) for n in (1, 32, 256)},
         "moe lora 4096": lambda: experts(
             4096, MoeConfig(False, 192, tall, tall._replace(block_n=256)), rank=16

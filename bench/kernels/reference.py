@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.models import ClampedGate
 from gpu.quant import quantise, quantise_groups, restore
 
 
@@ -77,9 +78,12 @@ def moe(
     *,
     scales: tuple[Tensor, Tensor] | None = None,
     coarse: bool = False,
+    biases: tuple[Tensor, Tensor] | None = None,
+    clamped: ClampedGate | None = None,
 ) -> Tensor:
     """The weighted sum of the top-k experts' gated MLPs, [T, hidden]; rounds where the kernels do. `scales`:
-    of e4m3 weights; with `coarse` activations are quantised too."""
+    of e4m3 weights; with `coarse` activations are quantised too. `biases` [experts, 2 * width] and [experts,
+    hidden]."""
     if scales is not None:
         w13, w2 = restore(w13, scales[0]), restore(w2, scales[1])
 
@@ -96,8 +100,18 @@ def moe(
     for expert in sorted(set(experts.flatten().tolist())):
         rows, j = (experts == expert).nonzero(as_tuple=True)
         both = activations(x[rows]) @ w13[expert].float().T
-        hidden = (F.silu(both[:, :width]) * both[:, width:]).to(x.dtype)
-        part = (activations(hidden) @ w2[expert].float().T).to(x.dtype).float()
+        if biases is not None:
+            both = both + biases[0][expert].float()
+        inner, up = both[:, :width], both[:, width:]
+        if clamped is None:
+            hidden = F.silu(inner) * up
+        else:
+            inner, up = inner.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+            hidden = inner * torch.sigmoid(clamped.alpha * inner) * (up + 1)
+        down = activations(hidden.to(x.dtype)) @ w2[expert].float().T
+        if biases is not None:
+            down = down + biases[1][expert].float()
+        part = down.to(x.dtype).float()
         out.index_add_(0, rows, part * weights[rows, j, None])
     return out.to(x.dtype)
 
@@ -113,10 +127,11 @@ def decode_attention(
     cap: float = 0.0,
     window: int = 0,
     skip: int = 0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query per row: float32 out [rows, heads, dim] and base-2 log-sum-exp [rows, heads].
 
-    `q` [rows, heads, dim], `cache` K and V [tokens, kv_heads, dim], `pages` [rows, pages].
+    `q` [rows, heads, dim], `cache` K and V [tokens, kv_heads, dim], `pages` [rows, pages], `sinks` [heads].
     """
     k_all, v_all = cache
     rows, heads, _ = q.shape
@@ -133,9 +148,16 @@ def decode_attention(
         scores = torch.einsum("hd,khd->hk", q[row].float(), k) * scale
         if cap:
             scores = cap * torch.tanh(scores / cap)
-        out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
+        out[row] = torch.einsum("hk,khd->hd", _shares(scores, None if sinks is None else sinks[:, None]), v)
         lse[row] = torch.logsumexp(scores, -1) * 1.4426950408889634
     return out, lse
+
+
+def _shares(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Softmax of `scores` [..., keys], beside the score of a `sink` [..., 1] that is dropped."""
+    if sink is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sink.to(scores.dtype)], -1).softmax(-1)[..., :-1]
 
 
 def prefill_attention(
@@ -148,9 +170,11 @@ def prefill_attention(
     *,
     cap: float = 0.0,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks, each (row of its first token, that token's position, tokens): float32
-    [n, heads, dim], 0 in other rows. `q` [n, heads, dim], `cache` as above, `pages` [chunks, pages].
+    [n, heads, dim], 0 in other rows. `q` [n, heads, dim], `cache` and `sinks` as above, `pages` [chunks,
+    pages].
     """
     k_all, v_all = cache
     group = q.shape[1] // k_all.shape[1]
@@ -166,7 +190,9 @@ def prefill_attention(
                 scores = cap * torch.tanh(scores / cap)
             here = torch.arange(start + row, start + min(row + 512, count), device=q.device)[:, None]
             hidden = (at > here) | ((at <= here - window) if window else at < 0)
-            out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+            sink = None if sinks is None else sinks[:, None, None].expand(-1, scores.shape[1], 1)
+            shares = _shares(scores.masked_fill(hidden, float("-inf")), sink)
+            out[rows] = torch.einsum("hqk,khd->qhd", shares, v)
     return out
 
 

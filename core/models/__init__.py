@@ -4,11 +4,13 @@ from core.models.draft import DraftSpec, algorithm_of, read_draft
 from core.models.registry import family_of, read_spec, runs_natively, unsupported
 from core.models.sentence import sentence_pooling
 from core.models.spec import (
+    ClampedGate,
     Fp8,
     Implementation,
     Int4,
     ModelSpec,
     MoeSpec,
+    Mxfp4,
     Norms,
     Pooling,
     PoolingSpec,
@@ -17,12 +19,14 @@ from core.models.spec import (
 )
 
 __all__ = [
+    "ClampedGate",
     "DraftSpec",
     "Fp8",
     "Implementation",
     "Int4",
     "ModelSpec",
     "MoeSpec",
+    "Mxfp4",
     "Norms",
     "Pooling",
     "PoolingSpec",

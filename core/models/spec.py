@@ -87,6 +87,25 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     keys that are cached would be wrong."""
 
 
+class Mxfp4(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts' matrices of 4-bit floats (e2m1), of which each 32 inputs of an output share a power of two
+    (e8m0): OCP Microscaling Formats 1.0."""
+
+    plain: tuple[str, ...] = ()
+    """Modules that are not quantised: regular expressions that match the beginnings of their names."""
+
+    def has(self, name: str) -> bool:
+        """Whether the module of that name is quantised."""
+        return not any(re.match(each, name) for each in self.plain)
+
+
+class ClampedGate(msgspec.Struct, frozen=True, kw_only=True):
+    """gate · sigmoid(alpha · gate) · (up + 1), gates up to `limit`, ups from -limit to it."""
+
+    alpha: float
+    limit: float
+
+
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Routed experts."""
 
@@ -99,6 +118,13 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers whose MLP is sparse; the others are dense with `ModelSpec.intermediate`."""
     shared: int = 0
     """Width of an expert that every token has too, behind a gate of its own; 0: there is none."""
+    bias: bool = False
+    """Router and experts add biases."""
+    clamped: ClampedGate | None = None
+    """What is done with gate and up; None: activation(gate) · up."""
+    stacked: bool = False
+    """A checkpoint has the matrices of all experts in one tensor [experts, inputs, outputs], gate and up as
+    every other output."""
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +191,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Scores are multiplied by it; 0: by 1 / sqrt(head_dim)."""
     attention_cap: float = 0.0
     """Scores s become cap · tanh(s / cap) before the softmax; 0: they are left."""
+    sinks: bool = False
+    """Each query head has a score more in its softmax, learned, of a key without a value."""
     logits_scale: float = 1.0
     logits_cap: float = 0.0
     """The same of logits."""
@@ -190,6 +218,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How the checkpoint's matrices lie if they have 4 bits."""
     int4: Int4 | None = None
     """As `fp8`: the layers' matrices have 4 bits while serving, those that the checkpoint has so."""
+    stored_mxfp4: Mxfp4 | None = None
+    """How the checkpoint's experts lie if they are MXFP4."""
+    mxfp4: Mxfp4 | None = None
+    """As `int4`, of experts alone: the others are in the dtype of the computation."""
     ranks: int = 1
     """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""
     kv_copies: int = 1

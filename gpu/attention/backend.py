@@ -35,9 +35,9 @@ class AttentionBackend(Protocol):
         """Divide the step's work, once for all layers: inside the graph, where there is one."""
         ...
 
-    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+    def attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None = None) -> Tensor:
         """`q` [N, heads, head_dim], rotated, to [N, heads * head_dim], valid until the next call. Rows behind
-        the true ones are arbitrary."""
+        the true ones are arbitrary. `sinks` [heads] are scores of a key more, which has no value."""
         ...
 
 
@@ -56,7 +56,9 @@ class PhaseAttention(Protocol):
         """See `AttentionBackend.plan`. Called only for views that can hold this phase's rows."""
         ...
 
-    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
+    def attend(
+        self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         """As `AttentionBackend.attend` over the layer's `cache`, of this phase's rows alone, into `out`
         [N, heads * head_dim]. Decode may write all rows that the graph has for it; prefill comes after and
         writes those of chunks alone."""
@@ -69,6 +71,7 @@ class AttentionConfig(NamedTuple):
     windows       per layer the positions a token sees, itself included; 0 for all
     max_rows      tokens of decode rows in the largest graph
     query         the most tokens of a decode row
+    sinks         whether layers have them
     trees         whether a decode row's drafts may be trees
     dtype         of queries and results
     gpu           the device's compute capability and number of multiprocessors
@@ -95,6 +98,7 @@ class AttentionConfig(NamedTuple):
     cascade_rows: int = 0
     query: int = 1
     trees: bool = False
+    sinks: bool = False
 
 
 def attention_config(
@@ -114,4 +118,5 @@ def attention_config(
         scale=spec.softmax_scale,
         cap=spec.attention_cap,
         pdl=gpu.capability >= HOPPER,
+        sinks=spec.sinks,
     )

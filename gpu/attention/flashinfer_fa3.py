@@ -66,6 +66,8 @@ def check_flashinfer(name: str, config: AttentionConfig) -> None:
         raise ConfigError("flashinfer is not installed: pip install 'loom-serve[cuda]'.")
     if config.gpu.capability != HOPPER:
         raise ConfigError(f"{name} is supported on compute capability 9.0 alone.")
+    if config.sinks:
+        raise ConfigError(f"{name} is run without attention sinks.")
     if config.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(f"{name} computes in bfloat16 and float16, not in {config.dtype}.")
 
@@ -115,7 +117,9 @@ class FlashInferPrefill:
             self._packed_schedule = schedule_fa3(tiles, *shape, self._packed_at, True, pdl=pdl)
         self._paged_schedule = schedule_fa3(tiles, *shape, self._packed_at, pdl=pdl)
 
-    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
+    def attend(
+        self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         """See `PhaseAttention.attend`."""
         if self._uses_triton(view):
             self._triton.attend(layer, q, cache, view, out)

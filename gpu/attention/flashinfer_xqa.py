@@ -71,7 +71,9 @@ class FlashInferDecode:
         """See `PhaseAttention.plan`: XQA finds a row's pages by its place in the batch, ours are by slot."""
         self._table = view.page_table.index_select(0, view.decode_slots)
 
-    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
+    def attend(
+        self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         """See `PhaseAttention.attend`. Writes all rows that the graph has for it."""
         assert self._table is not None, "plan() comes first"
         config, rows = self._config, view.max_decode

@@ -57,13 +57,13 @@ class PhasedAttention:
         if view.max_chunks:
             self._prefill.plan(view)
 
-    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+    def attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionBackend.attend`."""
         out, cache = q.new_empty(len(q), q.shape[1] * q.shape[2]), self._caches[layer]
         if view.max_decode:  # before the chunks, whose rows it may write
-            self._decode.attend(layer, q, cache, view, out)
+            self._decode.attend(layer, q, cache, view, out, sinks)
         if view.max_chunks:
-            self._prefill.attend(layer, q, cache, view, out)
+            self._prefill.attend(layer, q, cache, view, out, sinks)
         return out
 
 

@@ -44,8 +44,9 @@ class EncoderAttention:
         """See `TorchBackend.store`: kept for this layer alone."""
         self._kv = kv
 
-    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+    def attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionBackend.attend`."""
+        assert sinks is None, "no encoder has sinks"
         out, kv = torch.empty_like(q).flatten(1), self._kv
         for rows, count in self._groups:
             queries, keys, values = (

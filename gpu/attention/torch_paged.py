@@ -59,9 +59,12 @@ class TorchAttention:
     Owner: launch thread.
     """
 
-    def __init__(self, windows: Sequence[int], scale: float | None = None, cap: float = 0.0) -> None:
-        """`scale` of the scores; None: 1 / sqrt(head_dim). `cap` as in `AttentionConfig`."""
+    def __init__(
+        self, windows: Sequence[int], scale: float | None = None, cap: float = 0.0, sinks: bool = False
+    ) -> None:
+        """`scale` of the scores; None: 1 / sqrt(head_dim). `cap` and `sinks` as in `AttentionConfig`."""
         self._windows, self._scale, self._cap = tuple(windows), scale, cap
+        self._in_steps = cap > 0 or sinks
         self.bind(None)
         self._kv_slot_mapping = torch.empty(0)
         self._decode: dict[int, list[_Decode]] = {}
@@ -104,38 +107,45 @@ class TorchAttention:
         """See `TorchBackend.store`."""
         self._tokens[layer].index_copy_(0, self._kv_slot_mapping, kv.flatten(1))
 
-    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+    def attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionBackend.attend`."""
+        assert sinks is None or self._in_steps, "attention was made for layers without sinks"
         window, kv_heads = self._windows[layer], self._data.shape[-2]
         groups, blocks = self._decode[window], self._blocks[window]
         if len(groups) == 1 and int(view.num_decode) == view.tokens:
-            return self._attend_rows(layer, groups[0], q, kv_heads)
+            return self._attend_rows(layer, groups[0], q, kv_heads, sinks)
         out = torch.empty_like(q).flatten(1)
         out[int(view.num_tokens) :] = 0  # drafts that the plan allowed and no row had
         for group in groups:
-            out[group.rows] = self._attend_rows(layer, group, q[group.rows], kv_heads)
+            out[group.rows] = self._attend_rows(layer, group, q[group.rows], kv_heads, sinks)
         for block in blocks:
-            out[block.rows] = self._attend_block(layer, block, q[block.rows], kv_heads)
+            out[block.rows] = self._attend_block(layer, block, q[block.rows], kv_heads, sinks)
         return out
 
-    def _attend_rows(self, layer: int, group: _Decode, q: Tensor, kv_heads: int) -> Tensor:
+    def _attend_rows(
+        self, layer: int, group: _Decode, q: Tensor, kv_heads: int, sinks: Tensor | None
+    ) -> Tensor:
         """One token of each row: [rows, heads, head_dim] to [rows, heads * head_dim]."""
         rows, heads, dim = q.shape
         k, v = self._gather(layer, group.pages, rows, group.keys, (kv_heads, dim))
         grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
-        if self._cap:
-            return self._capped(grouped, k, v, group.mask).reshape(rows, -1)
+        if self._in_steps:
+            own = None if sinks is None else sinks.view(kv_heads, -1, 1)
+            return self._attend_in_steps(grouped, k, v, group.mask, own).reshape(rows, -1)
         found = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=self._scale)
         return found.reshape(rows, -1)
 
-    def _attend_block(self, layer: int, block: _Block, q: Tensor, kv_heads: int) -> Tensor:
+    def _attend_block(
+        self, layer: int, block: _Block, q: Tensor, kv_heads: int, sinks: Tensor | None
+    ) -> Tensor:
         """A run of tokens of one slot: [count, heads, head_dim] to [count, heads * head_dim]."""
         count, heads, dim = q.shape
         k, v = self._gather(layer, block.pages, 1, block.keys, (kv_heads, dim))
-        if self._cap:
+        if self._in_steps:
             grouped = q.view(1, count, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
             mask = None if block.mask is None else block.mask.repeat(heads // kv_heads, 1)
-            out = self._capped(grouped, k, v, mask)
+            own = None if sinks is None else sinks.repeat_interleave(count).view(kv_heads, -1, 1)
+            out = self._attend_in_steps(grouped, k, v, mask, own)
             return out[0].view(heads, count, dim).transpose(0, 1).reshape(count, -1)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
@@ -148,13 +158,21 @@ class TorchAttention:
         )
         return out[0].transpose(0, 1).reshape(count, -1)
 
-    def _capped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """`scaled_dot_product_attention`, which takes no cap, in as many steps. The softmax is float32."""
+    def _attend_in_steps(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """`scaled_dot_product_attention`, which takes neither cap nor sinks, in as many steps. `sinks`
+        [kv_heads, queries, 1] of `q` [rows, kv_heads, queries, head_dim]. The softmax is float32."""
         scale = self._scale or q.shape[-1] ** -0.5
-        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale / self._cap).tanh_().mul_(self._cap)
+        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
+        if self._cap:
+            scores = scores.div_(self._cap).tanh_().mul_(self._cap)
         if mask is not None:
             scores += mask
-        return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+        shares = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[-2]]
+        return torch.matmul(shares.to(v.dtype), v)
 
     def _gather(
         self, layer: int, pages: Tensor | int, rows: int, keys: int, heads: tuple[int, int]
@@ -230,7 +248,7 @@ class TorchAttention:
             pages = row[begin : -(-end // size)]
             keys = end - begin * size
             # Aligned to the first key, torch's own causal flag needs no mask at all.
-            causal = not self._cap and start == begin * size and (not window or count <= window)
+            causal = not self._in_steps and start == begin * size and (not window or count <= window)
             bare = causal or (count == 1 and not window)
             mask = None if bare else self._causal(start, count, begin * size, window, keys)
             first = chunk.first + offset
@@ -278,7 +296,7 @@ class TorchAttention:
 def torch_attention(spec: ModelSpec) -> TorchAttention:
     """Of a model's layers."""
     windows = [spec.window(layer) for layer in range(spec.layers)]
-    return TorchAttention(windows, spec.softmax_scale, spec.attention_cap)
+    return TorchAttention(windows, spec.softmax_scale, spec.attention_cap, spec.sinks)
 
 
 def _seen(decode: StepView, rows: slice | Tensor) -> Tensor:

@@ -39,9 +39,9 @@ def _check(config: AttentionConfig) -> None:
         raise ConfigError(f"heads of {config.head_dim} are wider than 256.")
 
 
-def _pages(config: AttentionConfig, cache: Cache, view: StepView) -> Pages:
+def _pages(config: AttentionConfig, cache: Cache, view: StepView, sinks: Tensor | None) -> Pages:
     scales = config.kv_scales or (1.0, 1.0)
-    return Pages(*cache, view.page_table, config.page_size, config.scale, config.cap, scales)
+    return Pages(*cache, view.page_table, config.page_size, config.scale, config.cap, scales, sinks)
 
 
 class TritonDecode:
@@ -99,16 +99,19 @@ class TritonDecode:
             for window in sorted(set(self._config.windows))
         }
 
-    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
+    def attend(
+        self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         """See `PhaseAttention.attend`."""
         rows, window = view.max_decode, self._config.windows[layer]
         q, out = q[:rows], out[:rows]
         cascades = self._cascades(window, view)
         lse = self._lse[:rows] if cascades and self._lse is not None else None
-        pages = _pages(self._config, cache, view)
+        pages = _pages(self._config, cache, view, sinks)
         paged_decode(
             q,
-            pages,
+            # The result of a part of the keys has no sink in it, which would count once for each part.
+            pages if lse is None else pages._replace(sinks=None),
             self._plans[window],
             self._space,
             self._cut(rows, cascades, view.query),
@@ -141,7 +144,7 @@ class TritonDecode:
             found=found,
             pdl=self._config.pdl,
         )
-        merge_state(out, lse, *found, num_rows=view.num_decode, pdl=self._config.pdl)
+        merge_state(out, lse, *found, sinks=pages.sinks, num_rows=view.num_decode, pdl=self._config.pdl)
 
 
 def chunks_of(view: StepView) -> Chunks:
@@ -177,13 +180,15 @@ class TritonPrefill:
             pdl=self._config.pdl,
         )
 
-    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
+    def attend(
+        self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         """See `PhaseAttention.attend`."""
         assert self._items is not None, "plan() comes first"
         cut = self._cut(view)
         paged_prefill(
             q,
-            _pages(self._config, cache, view),
+            _pages(self._config, cache, view, sinks),
             self._items,
             cut,
             self._space if cut.programs else None,

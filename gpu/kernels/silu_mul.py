@@ -12,6 +12,18 @@ BLOCK = 1024
 
 
 @jit
+def gated(gate: tl.tensor, up: tl.tensor, ALPHA: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+    """silu(gate) · up; with an ALPHA clamped, as `ClampedGate` has it."""
+    if ALPHA > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        found = gate * tl.sigmoid(ALPHA * gate) * up
+    else:
+        found = gate * tl.sigmoid(gate) * up
+    return found
+
+
+@jit
 def _silu_mul(
     both: tl.tensor,
     out: tl.tensor,

@@ -31,6 +31,9 @@ class Attention:
         self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.held, heads)
         out = {"o_proj": spec.hidden}
         self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.held, ROW)
+        self._sinks: torch.Tensor | None = None
+        if spec.sinks:
+            self._sinks = parameters.tensor(f"{prefix}sinks", spec.heads, split=COLUMN)
         self._norms: HeadNorms | None = None
         self._wide: WideNorms | None = None
         names = f"{prefix}q_norm.weight", f"{prefix}k_norm.weight"
@@ -48,7 +51,7 @@ class Attention:
         qkv = self._qkv(x, ops)
         if self._wide is not None:
             ops.norm_wide(qkv, self._wide)
-        return ops.attend(self._layer, qkv, self._heads, rotation, self._norms)
+        return ops.attend(self._layer, qkv, self._heads, rotation, self._norms, self._sinks)
 
     def kv_matrix(self) -> Matrix:
         """The part of the projection that makes keys and values; void once the weights are sealed."""

@@ -30,7 +30,7 @@ class SparseMlp:
     """
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
-        self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts})
+        self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts}, moe.bias)
         width, device = moe.intermediate, parameters.device
         dtype, scales = parameters.dtype, None
         if shapes := expert_scales(spec, moe):
@@ -47,6 +47,8 @@ class SparseMlp:
             renormalise=moe.norm_topk,
             activation=spec.activation,
             scales=scales,
+            biases=_biases(spec, moe, f"{prefix}experts.", parameters) if moe.bias else None,
+            clamped=moe.clamped,
         )
         kinds = {"weight": (w13, w2)} | ({"weight_scale": scales} if scales else {})
         for expert, (kind, (up, down)) in product(range(moe.experts), kinds.items()):
@@ -55,6 +57,8 @@ class SparseMlp:
             for part, view in views.items():
                 name = f"{prefix}experts.{expert}.{part}_proj.{kind}"
                 parameters.place(name, view, ROW if part == "down" else COLUMN)
+        if moe.stacked:
+            return  # PEFT's adapters of such tensors have B in the order of their outputs, which differs here
         slices = {
             f"{prefix}experts.{part}_proj": parameters.slices[name]
             for part in ("gate", "up", "down")
@@ -79,6 +83,25 @@ class SparseMlp:
         if ctx.routes is not None:
             ctx.routes.append(ctx.ops.routes(logits, self._experts))
         return ctx.ops.experts(x, logits, self._experts)
+
+
+def _biases(
+    spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`Experts.biases`, placed."""
+    width, dtype, device = moe.intermediate, parameters.dtype, parameters.device
+    sizes = 2 * width, spec.hidden
+    up, down = (torch.empty(moe.experts, size, dtype=dtype, device=device) for size in sizes)
+    first = parameters.shard.rank == 0
+    for expert in range(moe.experts):
+        own = f"{prefix}{expert}."
+        parameters.place(f"{own}gate_proj.bias", up[expert, :width], COLUMN)
+        parameters.place(f"{own}up_proj.bias", up[expert, width:], COLUMN)
+        if first:
+            parameters.place(f"{own}down_proj.bias", down[expert])
+        else:
+            parameters.pass_over(f"{own}down_proj.bias", spec.hidden)
+    return up, down if first else None
 
 
 class SharedExpert:

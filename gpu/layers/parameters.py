@@ -64,10 +64,8 @@ class Parameters:
         self.linears.append(linear)
         self._place_parts(linear, prefix, inputs, parts, split)
         if partial and bias and self.shard.rank:
-            # Of a sum one rank adds the bias. The others know its name and take nothing of it.
             for name, size in parts.items():
-                self.places[f"{prefix}{name}.bias"] = torch.empty(0, dtype=self.dtype, device=self.device)
-                self.slices[f"{prefix}{name}.bias"] = Slice(0, 0, 0, (size,))
+                self.pass_over(f"{prefix}{name}.bias", size)
         names = {prefix + name: size for name, size in parts.items()}
         slices = {name: self.slices[f"{name}.weight"] for name in names if f"{name}.weight" in self.slices}
         self.adaptable.append(Adaptable(LoraShape(names, inputs, slices=slices), linear.adapt))
@@ -86,6 +84,11 @@ class Parameters:
             if kind == "weight" and split is not None and self.shard.ranks > 1:
                 # What the rank has of words and scales is said of the weights that they stand for.
                 self.slices[name] = slice_of(self.shard, (parts[part], inputs), split, copies)
+
+    def pass_over(self, name: str, size: int) -> None:
+        """Take nothing of the bias `name` [size], which another rank adds to the sum of all."""
+        self.places[name] = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.slices[name] = Slice(0, 0, 0, (size,))
 
     def place(self, name: str, view: torch.Tensor, split: Split | None = None, copies: int = 1) -> None:
         """Fill `view` with the rank's part of the tensor `name`: all of it without `split`, or where the

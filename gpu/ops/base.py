@@ -107,12 +107,18 @@ class Ops(Protocol):
         ...
 
     def attend(
-        self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate heads, store K and V in their pages, attend: [n, heads * head_dim].
 
         `qkv` [n, (heads + 2 * kv_heads) * head_dim] holds queries, keys, values and is used up;
-        `heads` is (heads, kv_heads).
+        `heads` is (heads, kv_heads); `sinks` [heads] are scores of a key more, which has no value.
         """
         ...
 

@@ -179,7 +179,13 @@ class TritonOps:
         return fused_moe(*part, config, after, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl)
 
     def attend(
-        self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.attend`. The queries leave `qkv`, so that a backend gets them without gaps."""
         view, kernels = self._view, self._kernels
@@ -195,7 +201,7 @@ class TritonOps:
             num_rows=self.num_rows,
             pdl=kernels.pdl,
         )
-        return kernels.attention.attend(layer, q, view)
+        return kernels.attention.attend(layer, q, view, sinks)
 
     def store(
         self, layer: int, kv: Tensor, kv_heads: int, rotation: Rotation, norms: HeadNorms | None

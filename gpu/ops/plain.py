@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.models import ClampedGate
 from gpu import int4
 from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
@@ -91,7 +92,13 @@ class TorchOps:
             x.copy_(x.float() * scale[:, None] * weight)
 
     def attend(
-        self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.attend`. Queries and keys lie side by side, so rope turns both in one go, and so do
         keys and values, which the pool takes as they lie."""
@@ -104,7 +111,7 @@ class TorchOps:
             x[:, q_heads:turned] = _normed(x[:, q_heads:turned], k_weight, eps)
         rotate(x[:, :turned], rotation)
         self._attention.store(layer, x[:, q_heads:].view(n, 2, kv_heads, -1))
-        return self._attention.attend(layer, x[:, :q_heads], self._view)
+        return self._attention.attend(layer, x[:, :q_heads], self._view, sinks)
 
     def store(
         self, layer: int, kv: Tensor, kv_heads: int, rotation: Rotation, norms: HeadNorms | None
@@ -187,16 +194,25 @@ def gate(both: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](both[:, :width]).mul_(both[:, width:])
 
 
+def _clamped_gate(both: Tensor, clamped: ClampedGate) -> Tensor:
+    """`gate` of experts whose gate and up are clamped."""
+    inner, up = both.chunk(2, -1)
+    inner = inner.clamp(max=clamped.limit)
+    up = up.clamp(-clamped.limit, clamped.limit) + 1
+    return (inner * clamped.alpha).sigmoid_().mul_(inner).mul_(up)
+
+
 def run_experts(x: Tensor, logits: Tensor, experts: Experts, rows: LoraRows | None = None) -> Tensor:
     """Tokens grouped by expert, a loop over the experts that were hit: [n, hidden]. Waits for the device
     to learn which those are. `rows` have adapters."""
     weights, chosen = route(logits, experts)
     up, down = experts.scales or (None, None)
-    both = _by_expert(x, chosen, experts.w13, up)
+    up_bias, down_bias = experts.biases or (None, None)
+    both = _by_expert(x, chosen, experts.w13, up, up_bias)
     if rows is not None:
         _add_to_pairs(x, chosen, experts.lora.up, rows, both)
-    hidden = gate(both, experts.activation)
-    parts = _by_expert(hidden, chosen, experts.w2, down)
+    hidden = _clamped_gate(both, clamped) if (clamped := experts.clamped) else gate(both, experts.activation)
+    parts = _by_expert(hidden, chosen, experts.w2, down, down_bias)
     if rows is not None:
         _add_to_pairs(hidden, chosen, experts.lora.down, rows, parts)
     return (parts.view(*weights.shape, parts.shape[1]) * weights.unsqueeze(2)).sum(1)
@@ -208,7 +224,9 @@ def _add_to_pairs(x: Tensor, chosen: Tensor, lora: LoraMatrix | None, rows: Lora
         LORA.expand_experts(LORA.shrink_experts(x, chosen, lora, rows), chosen, lora, rows, y)
 
 
-def _by_expert(x: Tensor, chosen: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+def _by_expert(
+    x: Tensor, chosen: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
+) -> Tensor:
     """Products [n * k, outputs] of each pair of a row and one of its experts, `chosen` [n, k], with the
     expert's `weight`; `x` has a row for each k pairs or for each pair."""
     # Pairs sorted by expert: each expert's become one contiguous run.
@@ -221,7 +239,8 @@ def _by_expert(x: Tensor, chosen: Tensor, weight: Tensor, scale: Tensor | None) 
         if count:
             pairs = order[first : first + count]
             rows, own = x[pairs // each], weight[expert]
-            out[pairs] = F.linear(rows, own) if scale is None else product(rows, own, scale[expert])
+            more, by = (None if each is None else each[expert] for each in (bias, scale))
+            out[pairs] = F.linear(rows, own, more) if by is None else product(rows, own, by, more)
             first += count
     return out
 

@@ -136,7 +136,9 @@ class Causal:
     def store(self, layer: int, kv: torch.Tensor) -> None:
         self.kv = kv
 
-    def attend(self, layer: int, q: torch.Tensor, view: StepView) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, view: StepView, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         k, v = self.kv.transpose(0, 1).transpose(1, 2).unbind(0)
         out = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True, enable_gqa=True)
         return out.transpose(0, 1).flatten(1)

@@ -28,7 +28,9 @@ class EagerAttention:
     def plan(self, view: StepView) -> None:
         """See `AttentionBackend.plan`."""
 
-    def attend(self, layer: int, q: torch.Tensor, view: StepView) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, view: StepView, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         assert q.is_contiguous()
         out = torch.full_like(q, NAN)
@@ -44,6 +46,11 @@ class EagerAttention:
             k, v = (side[cells].transpose(0, 1)[None] for side in (k_all, v_all))
             found = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)
             out[row] = found[0, :, 0]
+            if sinks is not None:
+                group = len(sinks) // k.shape[1]
+                scores = torch.einsum("hd,hkd->hk", q[row], k[0].repeat_interleave(group, 0))
+                total = torch.logsumexp(scores * q.shape[-1] ** -0.5, -1)
+                out[row] *= torch.sigmoid(total - sinks)[:, None]
         return out.flatten(1)
 
 

@@ -37,7 +37,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.online_softmax import KEPT, attend_tile, load_pages
+from gpu.kernels.attention.online_softmax import KEPT, attend_tile, beside_sinks, load_pages
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
 from gpu.kernels.attention.split_kv import Partials, merge_parts, partials, store_segment
 from gpu.kernels.jit import (
@@ -459,7 +459,7 @@ def _decode(
         if ends:
             store_segment(
                 acc, high, total, token, place, pieces, space.parts, out, lse, head, keys.v_scale,
-                heads, dim, QUERIES,
+                keys.sinks, heads, dim, QUERIES,
             )  # fmt: skip
         if QUERIES > 1:
             opens = ends
@@ -492,6 +492,7 @@ def _decode(
                 whose = whose // QUERIES
             merged, sums = merge_parts(space.parts, base, n, head, d, heads, dim, UNROLL, QUERIES)
             known = head < heads * QUERIES
+            merged = beside_sinks(merged, sums, keys.sinks, head % heads, known)
             out_at = out + (whose * heads + head)[:, None] * dim + d[None, :]
             tl.store(out_at, merged.to(out.dtype.element_ty), mask=known[:, None] & (d < dim)[None, :])
             if lse is not None:
@@ -515,7 +516,7 @@ def paged_decode(
 
     q        [rows, heads, dim], heads and dim contiguous
     plan     of `plan_decode` with the same `config` and `window`
-    lse      float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores
+    lse      float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores, without sinks
     ancestors  see `StepView.ancestors`
     returns  [rows, heads * dim] (`out`, or new); padded rows are not written
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
+from gpu.kernels.attention.online_softmax import beside_sinks
 from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, padding, pow2
 
 HEADS = 8
@@ -16,6 +17,7 @@ def _merge_state(
     lse: tl.tensor,
     parts: tl.tensor,
     parts_lse: tl.tensor,
+    sinks: tl.tensor | None,
     num_rows: tl.tensor,
     rows: int,
     H: tl.constexpr,
@@ -50,8 +52,10 @@ def _merge_state(
         total = total * old + new
         high = top
     total = tl.where(total > 0, total, 1.0)
-    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + own, high + tl.log2(total), mask=h < H)
+    found, sums = acc / total[:, None], high + tl.log2(total)
+    found = beside_sinks(found, sums, sinks, h, h < H)
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + own, sums, mask=h < H)
 
 
 def merge_state(
@@ -60,6 +64,7 @@ def merge_state(
     parts: Tensor,
     parts_lse: Tensor,
     *,
+    sinks: Tensor | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -67,6 +72,7 @@ def merge_state(
 
     out        [rows, heads, dim], contiguous; lse float32 [rows, heads], which becomes that of all
     parts      [n, rows, heads, dim] or [rows, heads, dim], contiguous; parts_lse float32 likewise
+    sinks      [heads]: scores of a key without a value that counts beside all others, in `out` alone
     num_rows   int32 [1] on the device; rows from there on stay as they are
 
     A side whose log-sum-exp is -inf counts nothing, whatever stands there; only such sides give 0.
@@ -77,6 +83,7 @@ def merge_state(
         lse,
         parts,
         parts_lse,
+        sinks,
         num_rows,
         rows,
         H=heads,

@@ -14,6 +14,19 @@ KEPT: tl.constexpr = tl.constexpr("evict_last")
 
 
 @jit
+def beside_sinks(
+    found: tl.tensor, sums: tl.tensor, sinks: tl.tensor | None, head: tl.tensor, known: tl.tensor
+) -> tl.tensor:
+    """What queries have found [n, block_d], by the base-2 log-sum-exps `sums` [n] of their scores, with a key
+    without a value beside the others, whose scores are the `sinks` of their heads. Those not `known` are
+    left."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=known, other=float("-inf")).to(tl.float32) * LOG2E
+        found = found / (1.0 + tl.exp2(sink - sums))[:, None]
+    return found
+
+
+@jit
 def load_pages(
     table: tl.tensor, tile: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:

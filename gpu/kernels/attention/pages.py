@@ -23,6 +23,7 @@ class Pages(NamedTuple):
     scale    of scores
     cap      scores s become cap · tanh(s / cap); 0 for none
     scales   what K and V of float8 pages are multiplied by
+    sinks    [heads]: scores of a key more, which has no value; None: there is none
     """
 
     k: Tensor
@@ -32,6 +33,7 @@ class Pages(NamedTuple):
     scale: float
     cap: float = 0.0
     scales: tuple[float, float] = (1.0, 1.0)
+    sinks: Tensor | None = None
 
 
 class Keys(NamedTuple):
@@ -44,6 +46,7 @@ class Keys(NamedTuple):
     table_stride: int
     scale: float
     v_scale: float
+    sinks: Tensor | None
 
 
 class Shape(NamedTuple):
@@ -65,8 +68,8 @@ class Shape(NamedTuple):
 
 def kernel_args(q: Tensor, pages: Pages) -> tuple[Keys, Shape]:
     """Of a kernel that attends with `q` [n, heads, dim]."""
-    k, v, table, size, scale, cap, (k_scale, v_scale) = pages
+    k, v, table, size, scale, cap, (k_scale, v_scale), sinks = pages
     _, kv_heads, dim = k.shape
-    keys = Keys(k, v, table, k.stride(0), table.stride(0), scale * k_scale, v_scale)
+    keys = Keys(k, v, table, k.stride(0), table.stride(0), scale * k_scale, v_scale, sinks)
     wide = len(k) * k.stride(0) >= 2**31
     return keys, Shape(kv_heads, q.shape[1] // kv_heads, dim, size, cap, wide, pow2(dim))

@@ -27,7 +27,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.online_softmax import LOG2E
+from gpu.kernels.attention.online_softmax import LOG2E, beside_sinks
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
 from gpu.kernels.attention.prefill_merge import merge_blocks
 from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, read_entry
@@ -145,12 +145,16 @@ def _prefill(
         acc = tl.dot(p.to(queries.dtype), v.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
         high = top
     out_at = out + (row + token)[:, None] * (SHAPE.kv * group * dim) + head[:, None] * dim + d[None, :]
+    known = token < tokens
     if space is None:
-        tl.store(out_at, (acc * (keys.v_scale / total)[:, None]).to(out.dtype.element_ty), mask=inside)
+        found = acc * (keys.v_scale / total)[:, None]
+        found = beside_sinks(found, high + tl.log2(total), keys.sinks, head, known)
+        tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
     else:
         # Of this part's keys a query may see none.
         found = acc * tl.where(total > 0, keys.v_scale / total, 0.0)[:, None]
         if pieces == 1:
+            found = beside_sinks(found, high + tl.log2(total), keys.sinks, head, known)
             tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
         else:
             left = (entry * SHAPE.kv + kv_head) * queries_n + tl.arange(0, queries_n)
@@ -194,5 +198,5 @@ def paged_prefill(
         **launch_options(pdl, config.warps, config.stages),
     )
     if space is not None:
-        merge_blocks(items, space, config, out, shape, window=window, pdl=pdl)
+        merge_blocks(items, space, config, out, shape, keys.sinks, window=window, pdl=pdl)
     return out

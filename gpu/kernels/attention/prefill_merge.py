@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpu.kernels.attention.online_softmax import beside_sinks
 from gpu.kernels.attention.pages import Shape
 from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, read_entry
 from gpu.kernels.attention.split_kv import Partials, partials
@@ -44,6 +45,7 @@ def _merge(
     items: tl.tensor,
     space: Partials,
     out: tl.tensor,
+    sinks: tl.tensor | None,
     SHAPE: tl.constexpr,
     WINDOW: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -89,7 +91,8 @@ def _merge(
             high = top
         token, head = (at + query) // group, kv_head * group + (at + query) % group
         out_at = out + (row + token)[:, None] * (SHAPE.kv * group * dim) + head[:, None] * dim + d[None, :]
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        total = tl.where(total > 0, total, 1.0)
+        result = beside_sinks(acc / total[:, None], high + tl.log2(total), sinks, head, query < last)
         tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -99,6 +102,7 @@ def merge_blocks(
     config: PrefillConfig,
     out: Tensor,
     shape: Shape,
+    sinks: Tensor | None = None,
     *,
     window: int = 0,
     pdl: bool = False,
@@ -107,11 +111,13 @@ def merge_blocks(
 
     items  of `plan_prefill` with the same `config`; written before the kernel before this one
     space  the results of the parts
+    sinks  as of `Pages`
     """
     _merge[(LANES, shape.kv, config.programs)](
         items,
         space,
         out,
+        sinks,
         SHAPE=shape,
         WINDOW=window,
         CONFIG=config,

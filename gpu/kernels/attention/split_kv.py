@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpu.kernels.attention.online_softmax import beside_sinks
 from gpu.kernels.jit import jit
 
 
@@ -44,11 +45,13 @@ def store_segment(
     lse: tl.tensor,
     head: tl.tensor,
     v_scale: float,
+    sinks: tl.tensor | None,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     QUERIES: tl.constexpr,
 ) -> None:
-    """Store the result of a segment: the row's own where it is the only one, else a part of it. Of the up to
+    """Store the result of a segment: the row's own, beside its `sinks`, where it is the only one, else a part
+    of it. Of the up to
     QUERIES queries of a row each has HEADS heads, and `head` counts them from the first one's on."""
     d = tl.arange(0, acc.shape[1])
     known = head < HEADS * QUERIES
@@ -57,6 +60,7 @@ def store_segment(
         total = tl.where(total == 0, 1.0, total)
     found, sums = acc * (v_scale / total)[:, None], high + tl.log2(total)
     if pieces == 1:
+        found = beside_sinks(found, sums, sinks, head % HEADS, known)
         out_at = out + (row * HEADS + head)[:, None] * DIM + d[None, :]
         tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
         if lse is not None:

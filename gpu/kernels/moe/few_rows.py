@@ -25,6 +25,7 @@ from gpu.experts import Experts
 from gpu.kernels.gemm.gemv import WIDE, chunk, dots, tiles
 from gpu.kernels.jit import begin, cdiv, jit, launch_options, pow2
 from gpu.kernels.moe.route import Routing, add_pairs, router
+from gpu.kernels.silu_mul import gated
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -117,6 +118,7 @@ def _small_up(
     logits: tl.tensor,
     w13: tl.tensor,
     s13: tl.tensor,
+    b13: tl.tensor | None,
     routing: Routing,
     hidden: tl.tensor,
     num_rows: tl.tensor,
@@ -127,6 +129,8 @@ def _small_up(
     BLOCK_K: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     ROUTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -173,7 +177,11 @@ def _small_up(
             scale = s13 + chosen * (2 * N) + cols
             gate *= tl.load(scale, mask=cols < N, other=0.0)
             up *= tl.load(scale + N, mask=cols < N, other=0.0)
-        result = gate * tl.sigmoid(gate) * up
+        if b13 is not None:
+            bias = b13 + chosen * (2 * N) + cols
+            gate += tl.load(bias, mask=cols < N, other=0.0).to(tl.float32)
+            up += tl.load(bias + N, mask=cols < N, other=0.0).to(tl.float32)
+        result = gated(gate, up, ALPHA, LIMIT)
         tl.store(hidden + pair * N + cols, result.to(hidden.dtype.element_ty), mask=cols < N)
     if tl.program_id(0) == 0:  # last: nothing here waits for it
         top = tl.max(value, 1)[:, None]
@@ -190,6 +198,7 @@ def _small_down(
     logits: tl.tensor,
     w2: tl.tensor,
     s2: tl.tensor,
+    b2: tl.tensor | None,
     weights: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
@@ -236,10 +245,13 @@ def _small_down(
             some *= _by_block(s2, w_row, k, inside, K)
         total += some
     weight = tl.load(weights + pair, mask=j < TOP_K, other=0.0)[:, None]
+    found = tl.sum(total, 2)
+    outputs, there = expert[:, None] * N + cols[None, :], (j < TOP_K)[:, None] & (cols < N)[None, :]
     if s2 is not None and not BLOCKS:
-        scale = s2 + expert[:, None] * N + cols[None, :]
-        weight *= tl.load(scale, mask=(j < TOP_K)[:, None] & (cols < N)[None, :], other=0.0)
-    found = tl.sum(tl.sum(total, 2) * weight, 0)
+        found *= tl.load(s2 + outputs, mask=there, other=0.0)
+    if b2 is not None:
+        found += tl.load(b2 + outputs, mask=there, other=0.0).to(tl.float32)
+    found = tl.sum(found * weight, 0)
     tl.store(out + row * N + cols, found.to(out.dtype.element_ty), mask=cols < N)
 
 
@@ -269,7 +281,9 @@ def few_rows_moe(
     Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device; older than `logits`) on not
     written, and the routing.
     """
-    w13, w2, top_k, renormalise, _, scales, _ = experts
+    w13, w2, top_k, renormalise, _, scales, *_ = experts
+    b13, b2 = experts.biases or (None, None)
+    gate = (0.0, 0.0) if (clamped := experts.clamped) is None else (clamped.alpha, clamped.limit)
     use = config or few_rows_config(w2, top_k)
     s13, s2 = scales if scales is not None else (None, None)
     rows, size = x.shape
@@ -288,6 +302,7 @@ def few_rows_moe(
         logits,
         w13,
         s13,
+        b13,
         routing,
         hidden,
         num_rows,
@@ -298,6 +313,8 @@ def few_rows_moe(
         BLOCK_K=chunk(size, 256),
         KEEP=keep,
         BLOCKS=blocked,
+        ALPHA=gate[0],
+        LIMIT=gate[1],
         ROUTER=chosen_by,
         **launch_options(pdl, use.up_warps),
         **({"maxnreg": UP_REGISTERS} if keep and pdl else {}),
@@ -307,6 +324,7 @@ def few_rows_moe(
         logits,
         w2,
         s2,
+        b2,
         routing.weights,
         out,
         num_rows,

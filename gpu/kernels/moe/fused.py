@@ -10,6 +10,8 @@ reading them is its time. Adapters are a launch more in front of each GEMM, and 
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from core.models.quant import BLOCK
@@ -58,7 +60,7 @@ def fused_moe(
             return total
         residual, norm, eps = after
         return rms_norm(total, norm, eps, residual=residual, keep=keep, num_rows=num_rows, pdl=pdl)
-    w13, w2, top_k, renormalise, _, scales, lora = experts
+    w13, w2, top_k, renormalise, _, scales, lora, biases, clamped = experts
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     tall, up, low = config.block_m, config.up, config.down
 
@@ -72,20 +74,19 @@ def fused_moe(
         """The layer's first or second GEMM of `rows`, and the deltas that it adds."""
         gated = at == 0
         w, cut = ((w13, up), (w2, low))[at]
+        gemm = partial(
+            grouped_gemm, gated=gated, bias=biases[at] if biases else None, clamped=clamped, pdl=pdl
+        )
         if scales is None:
             after = 0 if gated else cdiv(w.shape[2], up.block_n)
             more = delta(rows, at, after)
-            made = grouped_gemm(rows, w, tiles, tall, cut, gated=gated, after=after, delta=more, pdl=pdl)
-            return made, more
+            return gemm(rows, w, tiles, tall, cut, after=after, delta=more), more
         group = BLOCK if scales[at].dim() == w.dim() else 0
         # Places are sorted: those of true rows come first, top_k of each.
         per = 1 if gated else top_k
         numbers, by_row = quantise_rows(rows, group=group, per=per, num_rows=num_rows, pdl=pdl)
         by, more = (by_row, scales[at]), delta(rows, at, 0)
-        made = grouped_gemm(
-            numbers, w, tiles, tall, cut, gated=gated, scales=by, dtype=x.dtype, delta=more, pdl=pdl
-        )
-        return made, more
+        return gemm(numbers, w, tiles, tall, cut, scales=by, dtype=x.dtype, delta=more), more
 
     # Held: the second delta is computed while programs of the first GEMM still read theirs.
     hidden, held = product(x, 0)

@@ -23,6 +23,7 @@ class GemmShape(NamedTuple):
 
     gated     `gate_up`: gate and up of `n` outputs each, of which silu(gate) · up is stored; else `down`
     by_block  e4m3 with scales by groups and blocks
+    alpha, limit  of a clamped gate (`ClampedGate`); 0: it is silu
     """
 
     n: int
@@ -30,3 +31,5 @@ class GemmShape(NamedTuple):
     top_k: int
     gated: bool
     by_block: bool
+    alpha: float = 0.0
+    limit: float = 0.0

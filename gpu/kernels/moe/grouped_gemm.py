@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from core.models import ClampedGate
 from core.models.quant import BLOCK
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options, wait
 from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, adapters_of, add_pair_delta
@@ -39,6 +40,7 @@ from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL, tma_gemm
 from gpu.kernels.moe.route import Tiles
 from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
+from gpu.kernels.silu_mul import gated
 
 Scales = tuple[Tensor, Tensor]
 """float32 scales of e4m3 rows [n] and of weights [experts, outputs], or of their groups [n, inputs / 128] and
@@ -143,9 +145,26 @@ def _add_deltas(
 
 
 @jit
+def _with_bias(
+    acc: tl.tensor,
+    bias: tl.tensor | None,
+    row: tl.tensor,
+    cols: tl.tensor,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
+) -> tl.tensor:
+    """`acc` with the biases of the outputs `cols` from `row` on, if there are any."""
+    if bias is not None:
+        more = tl.load(bias + row + cols, mask=cols < SHAPE.n, other=0.0).to(tl.float32)
+        acc = acc + more[:, None] if CONFIG.swap else acc + more[None, :]
+    return acc
+
+
+@jit
 def _tile(
     a: tl.tensor,
     w: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     a_scales: tl.tensor,
     w_scales: tl.tensor,
@@ -204,8 +223,10 @@ def _tile(
             up = _scaled(up, by_row, w_scales + w_row + N, n, SHAPE, CONFIG)
     cols = n + tl.arange(0, BLOCK_N)
     acc, up = _add_deltas(acc, up, delta, adapter, place, expert, cols, places, SHAPE, CONFIG, DELTA, PDL)
+    acc = _with_bias(acc, bias, w_row, cols, SHAPE, CONFIG)
     if SHAPE.gated:
-        acc = acc * tl.sigmoid(acc) * up
+        up = _with_bias(up, bias, w_row + N, cols, SHAPE, CONFIG)
+        acc = gated(acc, up, SHAPE.alpha, SHAPE.limit)
         target = place
     else:
         target = tl.load(pairs + place, mask=inside, other=0)
@@ -220,6 +241,7 @@ def _tile(
 def _grouped(
     a: tl.tensor,
     w: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     a_scales: tl.tensor,
     w_scales: tl.tensor,
@@ -251,12 +273,12 @@ def _grouped(
         wait_for(done, seen, AFTER, False)
     if CONFIG.half and count <= half:
         _tile(
-            a, w, out, a_scales, w_scales, pairs, expert, first, count, n, places, delta,
+            a, w, bias, out, a_scales, w_scales, pairs, expert, first, count, n, places, delta,
             half, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     else:
         _tile(
-            a, w, out, a_scales, w_scales, pairs, expert, first, count, n, places, delta,
+            a, w, bias, out, a_scales, w_scales, pairs, expert, first, count, n, places, delta,
             BLOCK_M, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     if SHAPE.gated:
@@ -273,6 +295,8 @@ def grouped_gemm(
     config: TileConfig,
     *,
     gated: bool = False,
+    bias: Tensor | None = None,
+    clamped: ClampedGate | None = None,
     scales: Scales | None = None,
     dtype: torch.dtype | None = None,
     after: int = 0,
@@ -284,6 +308,8 @@ def grouped_gemm(
     a        of `gate_up` the rows x [T, hidden], of `down` what that made of them, [T * k, width]; contiguous
     w        [experts, 2 * width, hidden], gate over up, or [experts, hidden, width]; contiguous
     block_m  what `tiles` was cut with
+    bias     [experts, 2 * width], gate before up, or [experts, hidden], contiguous
+    clamped  of `gate_up`: how gate and up are joined; None: by silu
     scales   of a and w, where they are e4m3
     dtype    of the result, None for a's
     after    of `down`, launched right behind `gate_up` or its own `shrink_pairs`: how many programs of that a
@@ -296,10 +322,11 @@ def grouped_gemm(
     out = a.new_empty(len(tiles.pairs), n, dtype=dtype or a.dtype)
     a_scales, w_scales = scales if scales is not None else (None, None)
     by_block = w_scales is not None and w_scales.dim() == w.dim()
-    shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block)
+    gate = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
+    shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block, *gate)
     if block_m == TALL:
         assert scales is None, "rows in e4m3 have lower tiles"
-        tma_gemm(a, w, out, tiles, shape, config, after=after, delta=delta, pdl=pdl)
+        tma_gemm(a, w, bias, out, tiles, shape, config, after=after, delta=delta, pdl=pdl)
         return out
     if by_block:  # a tile lies within blocks, and a step over K in one
         assert config.block_k == BLOCK and BLOCK % config.block_n == 0 and not (n % BLOCK or k % BLOCK)
@@ -311,6 +338,7 @@ def grouped_gemm(
     _grouped[(total * cdiv(n, config.block_n),)](
         a,
         weights,
+        bias,
         out,
         a_scales,
         w_scales,

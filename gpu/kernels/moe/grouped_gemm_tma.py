@@ -47,6 +47,7 @@ from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, adapters_of, add
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.route import Tiles
 from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
+from gpu.kernels.silu_mul import gated
 
 TALL = 192
 """Rows of a tile: what `route` cuts for these kernels."""
@@ -55,6 +56,7 @@ TALL = 192
 @jit
 def _store(
     acc: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     target: tl.tensor,
     inside: tl.tensor,
@@ -80,11 +82,16 @@ def _store(
         adapter = adapters_of(delta, pairs, index, inside, DELTA)
         wait(PDL)
         acc = add_pair_delta(acc, delta, adapter, index, expert, own, part, 2 * SHAPE.n, places, DELTA, False)
+    if bias is not None:
+        b = tl.arange(0, acc.shape[1])
+        own_bias = expert * (acc.shape[1] // BLOCK_N * SHAPE.n) + b // BLOCK_N * SHAPE.n + n + b % BLOCK_N
+        more = tl.load(bias + own_bias, mask=n + b % BLOCK_N < SHAPE.n, other=0.0)
+        acc += more.to(tl.float32)[None, :]
     if SHAPE.gated:
         # A thread has gate and up of a row in its registers: nothing moves.
         rows: tl.constexpr = acc.shape[0]
         gate, up = tl.split(tl.permute(tl.reshape(acc, [rows, 2, BLOCK_N]), [0, 2, 1]))
-        acc = gate * tl.sigmoid(gate) * up
+        acc = gated(gate, up, SHAPE.alpha, SHAPE.limit)
     cols = n + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * SHAPE.n + cols[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (cols < SHAPE.n)[None, :])
@@ -144,6 +151,7 @@ def _tile(
     a: tl.tensor,
     a_low: tl.tensor,
     w: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     pairs: tl.tensor,
     expert: tl.tensor,
@@ -179,11 +187,11 @@ def _tile(
         if MORE:
             acc_low = tl.dot(x_low, weights, acc_low, input_precision="ieee")
     index = first + tl.arange(0, ROWS)
-    _store(acc, out, target, inside, pairs, expert, index, n, places, delta, SHAPE, CONFIG, DELTA, PDL)
+    _store(acc, bias, out, target, inside, pairs, expert, index, n, places, delta, SHAPE, CONFIG, DELTA, PDL)
     if MORE:
         index_low = first + ROWS + tl.arange(0, 64)
         _store(
-            acc_low, out, target_low, inside_low, pairs, expert, index_low, n, places, delta,
+            acc_low, bias, out, target_low, inside_low, pairs, expert, index_low, n, places, delta,
             SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
 
@@ -193,6 +201,7 @@ def _grouped_tma(
     a: tl.tensor,
     a_low: tl.tensor,
     w: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     tiles: Tiles,
     total: int,
@@ -213,17 +222,17 @@ def _grouped_tma(
         wait_for(done, seen, AFTER, PDL)
     if count > 128:
         _tile(
-            a, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
+            a, a_low, w, bias, out, tiles.pairs, expert, first, count, n, places, delta,
             128, True, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     elif count > 64:
         _tile(
-            a, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
+            a, a_low, w, bias, out, tiles.pairs, expert, first, count, n, places, delta,
             128, False, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     elif count > 0:
         _tile(
-            a_low, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
+            a_low, a_low, w, bias, out, tiles.pairs, expert, first, count, n, places, delta,
             64, False, SHAPE, CONFIG, DELTA, PDL,
         )  # fmt: skip
     if SHAPE.gated and count > 0:
@@ -235,6 +244,7 @@ def _grouped_tma(
 def tma_gemm(
     a: Tensor,
     w: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     tiles: Tiles,
     shape: GemmShape,
@@ -261,6 +271,7 @@ def tma_gemm(
         high,
         low,
         weights,
+        bias,
         out,
         tiles,
         total,

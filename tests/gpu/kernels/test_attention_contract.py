@@ -55,6 +55,7 @@ class Case(NamedTuple):
     deep: bool = False
     tokens: tuple[int, ...] = ()
     query: int = 1
+    sinks: bool = False
 
     @property
     def decoded(self) -> list[tuple[int, int]]:
@@ -112,6 +113,20 @@ CASES = {
     "drafts, longer than a tile of queries": Case(Heads(8, 1, 16), decode=(65, 40), tokens=(9, 5), query=9),
     "drafts, head_dim 256": Case(Heads(4, 2, 256), decode=(20, 8), tokens=(2, 3), query=3),
 }
+CASES |= {
+    f"sinks, {name}": CASES[name]._replace(sinks=True)
+    for name in (
+        "decode, padded",
+        "one row",
+        "few queries, many keys",
+        "mixed, deep",
+        "group 7",
+        "cascade, mixed",
+        "drafts, 1 at once, mixed",
+        "drafts, 4 at once, mixed",
+        "drafts, 4 at once, cascade",
+    )
+}
 
 
 class Pages(NamedTuple):
@@ -135,6 +150,7 @@ class Step(NamedTuple):
     cache: tuple[Tensor, Tensor]
     q: Tensor
     expected: list[Tensor]
+    sinks: list[Tensor | None]
 
     @property
     def live(self) -> int:
@@ -155,6 +171,7 @@ class Step(NamedTuple):
             cap=case.cap,
             cascade_rows=int(case.cascade),
             query=case.query,
+            sinks=case.sinks,
         )
 
 
@@ -204,20 +221,21 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Step:
     q = torch.randn(n, case.heads.q, case.heads.dim, device=device).to(dtype)
     q[n - pad :] = float("nan")
     cache, own = (kept.k, kept.v), table[kept.slots]
-    expected = []
+    expected, sinks = [], []
     for window in (0, case.window):
         args = (case.page, case.heads.dim**-0.5)
-        more = {"cap": case.cap, "window": window}
+        sinks.append(torch.randn(case.heads.q, device=device).to(dtype) if case.sinks else None)
+        more = {"cap": case.cap, "window": window, "sinks": sinks[-1]}
         out = reference.prefill_attention(q, cache, own[rows:-1], cut.true, *args, **more)
         out[:tokens] = reference.decode_attention(q[:tokens], cache, own[owner], seen, *args, **more)[0]
         expected.append(out[: n - pad].flatten(1))
-    return Step(case, view, cache, q, expected)
+    return Step(case, view, cache, q, expected, sinks)
 
 
 def check(step: Step, backend: AttentionBackend, tolerance: float) -> None:
     backend.plan(step.view)
     for layer, expected in enumerate(step.expected):
-        found = backend.attend(layer, step.q, step.view)
+        found = backend.attend(layer, step.q, step.view, step.sinks[layer])
         assert found.shape == (step.view.tokens, step.q.shape[1] * step.q.shape[2])
         assert error(found[: step.live], expected) < tolerance
 
@@ -233,9 +251,11 @@ def test_triton(name: str, device: torch.device, tolerance: float) -> None:
 class CarelessDecode(TritonDecode):
     """Writes all rows that the graph has for it, as XQA does."""
 
-    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
+    def attend(
+        self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         out[: view.max_decode] = float("nan")
-        super().attend(layer, q, cache, view, out)
+        super().attend(layer, q, cache, view, out, sinks)
 
 
 @pytest.mark.parametrize("name", ["mixed, padded", "mixed graph without decode"])
@@ -359,13 +379,14 @@ def test_torch(name: str) -> None:
         positions=positions.int(),
         kv_slot_mapping=where.int(),
     )
-    backend = TorchAttention([0, case.window])
+    backend = TorchAttention([0, case.window], sinks=case.sinks)
     backend.bind(pool)
     backend.plan(exact)
     kv = torch.stack([side[where] for side in step.cache], 1)
     for layer, expected in enumerate(step.expected):
         backend.store(layer, kv)
-        assert error(backend.attend(layer, step.q[: step.live], exact), expected) < 1e-5
+        found = backend.attend(layer, step.q[: step.live], exact, step.sinks[layer])
+        assert error(found, expected) < 1e-5
 
 
 @pytest.mark.gpu
@@ -480,6 +501,7 @@ def test_what_xqa_is_not_made_for_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         (config._replace(dtype=torch.float32), "in bfloat16 and float16, not in torch.float32"),
         (config._replace(cap=30.0), "no soft cap"),
         (config._replace(kv_scales=(1.0, 1.0)), "one scale for K and V"),
+        (config._replace(sinks=True), "XQA is run without attention sinks"),
     ):
         with pytest.raises(ConfigError, match=reason):
             check_xqa(changed)

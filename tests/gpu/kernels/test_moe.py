@@ -9,6 +9,7 @@ import torch
 
 from bench.kernels import reference
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
+from core.models import ClampedGate
 from gpu.experts import Experts
 from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.fused import fused_moe
@@ -61,6 +62,33 @@ def test_fused_moe(
     found = run(inputs, config, live)
     x, logits, w13, w2 = inputs
     assert error(found[:live], reference.moe(x[:live], logits[:live], w13, w2, SIZE.top_k)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("rows", "live", "config"),
+    [
+        (3, 2, MoeConfig(True, 16, PLAIN, PLAIN)),
+        (11, 9, MoeConfig(False, 16, SWAP, UNEVEN)),
+        (70, 70, MoeConfig(False, 192, LEFT, TALL)),
+    ],
+    ids=["small", "tiles", "tall"],
+)
+def test_biases_and_a_clamped_gate(
+    rows: int,
+    live: int,
+    config: MoeConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    x, logits, w13, w2 = moe_inputs(rows, SIZE, dtype, device)
+    w13 *= 3  # both limits are reached
+    up, down = (torch.randn(SIZE.experts, w.shape[1], device=device).to(dtype) for w in (w13, w2))
+    clamped = ClampedGate(alpha=1.7, limit=2.0)
+    layer = Experts(w13, w2, SIZE.top_k, biases=(up, down), clamped=clamped)
+    found = fused_moe(x, logits, layer, config, None, num_rows=scalar(live, device))
+    args = x[:live], logits[:live], w13, w2, SIZE.top_k
+    assert error(found[:live], reference.moe(*args, biases=(up, down), clamped=clamped)) < tolerance
 
 
 @pytest.mark.gpu
