@@ -18,7 +18,8 @@ def lines() -> list[str]:
     which files. Which others transformers can run is only known once their config is tried."""
     rows = [("ARCHITECTURE", "TASK", "LAYERS", "WEIGHTS")]
     for each in served():
-        weights = ["safetensors", *["fp8"] * each.fp8, *_INT4 * each.int4, *["gguf"] * each.gguf]
+        weights = ["safetensors", *["fp8"] * each.fp8, *_INT4 * each.int4, *["mxfp4"] * each.mxfp4]
+        weights += ["gguf"] * each.gguf
         rows.append((each.architecture, each.task, "native", ", ".join(weights)))
     rows.append(("other ...ForCausalLM", "generate", "transformers", "safetensors"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from core.errors import ModelError
 from core.models.fields import Config
-from core.models.spec import Fp8, Int4
+from core.models.spec import Fp8, Int4, Mxfp4
 
 BLOCK = 128
 """Rows and columns that share a scale in block-scaled checkpoints (DeepSeek V3, Qwen3-FP8)."""
@@ -49,13 +49,17 @@ def _is_fp8(group: object) -> bool:
     return weights.get("strategy") in ("tensor", "channel")
 
 
+MXFP4_GROUP = 32
+"""Inputs that share a scale in MXFP4."""
+
 GROUPS = (32, 64, 128)
 """Inputs that share a scale in 4-bit checkpoints."""
 
-_SERVED = (
+SERVED = (
     "Served are FP8 (fp8, fbgemm_fp8, compressed-tensors) and 4 bits (awq, gptq, compressed-tensors "
-    "pack-quantized). Use one of these, the unquantised checkpoint or a .gguf file."
+    "pack-quantized, mxfp4 of gpt-oss). Use one of these, the unquantised checkpoint or a .gguf file."
 )
+"""Said where a checkpoint is quantised otherwise."""
 
 
 class _Scheme:
@@ -75,7 +79,7 @@ class _Scheme:
     def wrong(self, name: str, found: object, served: str) -> ModelError:
         """The error for a field of the value `found`."""
         return ModelError(
-            f"config.json: {self._where}: {name} {found!r} is not served, {served} is. {_SERVED}"
+            f"config.json: {self._where}: {name} {found!r} is not served, {served} is. {SERVED}"
         )
 
     def group(self) -> int:
@@ -90,6 +94,16 @@ class _Scheme:
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
             raise self.wrong(name, found, "a list of names")
         return tuple(found)
+
+    def patterns(self, name: str) -> tuple[str, ...]:
+        """A list of names and regular expressions; none where it is missing."""
+        found = self.names(name)
+        for each in found:
+            try:
+                re.compile(each)
+            except re.error as error:
+                raise self.wrong(name, each, f"a regular expression ({error})") from error
+        return found
 
     def inside(self, name: str, absent: Config | None = None) -> _Scheme:
         """Those of the object `name`; `absent` where it is missing."""
@@ -133,12 +147,7 @@ def _pack_quantized(scheme: _Scheme) -> Int4:
     scheme.want("kv_cache_scheme", None)
     scheme.want("transform_config", {}, absent={})
     scheme.inside("sparsity_config", {}).want("format", "dense", absent="dense")
-    ignored = scheme.names("ignore")
-    for each in ignored:
-        try:
-            re.compile(each)
-        except re.error as error:
-            raise scheme.wrong("ignore", each, f"a regular expression ({error})") from error
+    ignored = scheme.patterns("ignore")
     found: set[tuple[int, bool]] = set()
     groups = scheme.inside("config_groups")
     for one in groups.inner():
@@ -180,3 +189,10 @@ def read_int4(config: Config) -> Int4 | None:
     if method not in _INT4:
         raise scheme.wrong("weight_block_size", config.get("weight_block_size"), f"{[BLOCK, BLOCK]} or null")
     return _INT4[method](scheme)
+
+
+def read_mxfp4(config: Config) -> Mxfp4 | None:
+    """Which experts of a `quantization_config` are MXFP4; None for any other method. Raises `ModelError`."""
+    if config.get("quant_method") != "mxfp4":
+        return None
+    return Mxfp4(plain=_Scheme(config).patterns("modules_to_not_convert"))

@@ -14,9 +14,9 @@ import msgspec
 
 from core.errors import ModelError
 from core.models.fields import Fields
-from core.models.quant import fp8_scaling, read_int4
+from core.models.quant import SERVED, fp8_scaling, read_int4, read_mxfp4
 from core.models.rope import read_rope, read_ropes
-from core.models.spec import Int4, ModelSpec, MoeSpec
+from core.models.spec import ClampedGate, Int4, ModelSpec, MoeSpec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -94,6 +94,43 @@ def mixtral(fields: Fields) -> ModelSpec:
         layers=every,
     )
     return _with_experts(fields, spec, moe)
+
+
+_GPT_OSS: Mapping[str, object] = {
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+_GPT_OSS_ROPE: Mapping[str, object] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+
+def gpt_oss(fields: Fields) -> ModelSpec:
+    """GptOssForCausalLM: sinks, a window in every second layer, experts with biases and a clamped gate."""
+    fields = fields.over(_GPT_OSS)
+    if not fields.has("rope_scaling") and not fields.has("rope_parameters"):
+        fields = fields.over({"rope_parameters": _GPT_OSS_ROPE})
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.wrong("hidden_act", "silu, which its experts clamp")
+    bias = fields.flag("attention_bias", True)
+    defaults = Defaults(131072, head_dim=64, norm_eps=1e-5, theta=150000.0)
+    spec = _common(fields, defaults, qkv_bias=bias, out_bias=bias, sinks=True)
+    moe = MoeSpec(
+        experts=_experts(fields, 128),
+        per_token=fields.size("num_experts_per_tok"),
+        intermediate=spec.intermediate,
+        norm_topk=True,  # the softmax is over the chosen ones
+        layers=frozenset(range(spec.layers)),
+        bias=True,
+        clamped=ClampedGate(alpha=fields.number("swiglu_alpha"), limit=fields.number("swiglu_limit")),
+        stacked=True,
+    )
+    return _with_experts(fields, _slide_mostly(fields, spec, 2), moe)
 
 
 def olmo2(fields: Fields) -> ModelSpec:
@@ -289,22 +326,28 @@ def _common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         dtype=dtype_of(fields),
         stored_fp8=fp8_scaling(fields.group("quantization_config")),
         stored_int4=_stored_int4(fields),
+        stored_mxfp4=read_mxfp4(fields.group("quantization_config")),
         **facts,
     )
 
 
 def _stored_int4(fields: Fields) -> Int4 | None:
-    return read_int4(fields.group("quantization_config")) if fields.has("quantization_config") else None
+    config = fields.group("quantization_config")
+    return read_int4(config) if fields.has("quantization_config") and not read_mxfp4(config) else None
 
 
-def refuse_quantised(fields: Fields, int4: bool = True) -> None:
-    """Raise `ModelError` for safetensors that are quantised to what cannot be read. `int4`: 4 bits are served
-    of this architecture."""
+def refuse_quantised(fields: Fields, int4: bool = True, mxfp4: bool = False) -> None:
+    """Raise `ModelError` for safetensors that are quantised to what cannot be read. `int4`, `mxfp4`: 4 bits
+    are served so of this architecture."""
+    where, name = "config.json: quantization_config", architecture_of(fields)
+    if not mxfp4 and read_mxfp4(fields.group("quantization_config")):
+        raise ModelError(f"{where}: quant_method 'mxfp4' is not served of {name}. {SERVED}")
     found = _stored_int4(fields)
     if found is not None and not int4:
         raise ModelError(
-            f"config.json: quantization_config: {found.format} is not served of {architecture_of(fields)}: "
-            "experts and encoders in 4 bits are not supported. Use an FP8 or the unquantised checkpoint."
+            f"{where}: {found.format} is not served of {name}: "
+            "experts and encoders in 4 bits are not supported, but for mxfp4 of gpt-oss. Use an FP8 or the "
+            "unquantised checkpoint."
         )
 
 

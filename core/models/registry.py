@@ -31,6 +31,8 @@ class Family(msgspec.Struct, frozen=True):
     """Matrices that a checkpoint stacks along the output, and what they are apart, in order."""
     int4: bool = True
     """Whether checkpoints in 4 bits are served."""
+    mxfp4: bool = False
+    """Whether checkpoints whose experts are MXFP4 are served."""
 
 
 _CLASSIFIES = "ForSequenceClassification"
@@ -56,6 +58,7 @@ FAMILIES: Mapping[str, Family] = {
             "language_model.lm_head.": "lm_head.",
         },
     ),
+    "GptOssForCausalLM": Family(read.gpt_oss, renamed={".mlp.router.": ".mlp.gate."}, int4=False, mxfp4=True),
     "GraniteForCausalLM": Family(read.granite),
     "MixtralForCausalLM": Family(
         read.mixtral,
@@ -98,6 +101,8 @@ class Served(NamedTuple):
     """Also checkpoints in FP8, and FP8 while loading (`--quantization`)."""
     int4: bool
     """Also checkpoints in 4 bits: AWQ, GPTQ, and W4A16 of compressed-tensors."""
+    mxfp4: bool
+    """Also checkpoints whose experts are MXFP4."""
     gguf: bool
     """Also .gguf files."""
 
@@ -110,6 +115,7 @@ def served() -> list[Served]:
             "classify" if name.endswith(_CLASSIFIES) else "embed" if name.endswith("Model") else "generate",
             fp8=name.removesuffix(_CLASSIFIES).removesuffix("Model") not in _ENCODERS,
             int4=family.int4,
+            mxfp4=family.mxfp4,
             gguf=name in READ_FROM_GGUF,
         )
         for name, family in sorted(FAMILIES.items())
@@ -149,7 +155,7 @@ def runs_natively(config: Config, embeds: bool = False) -> bool:
     family = _family(fields, embeds)
     if family is UNLISTED:
         return False
-    read.refuse_quantised(fields, family.int4)
+    read.refuse_quantised(fields, family.int4, family.mxfp4)
     return True
 
 
@@ -175,7 +181,7 @@ def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
     fields = Fields(config)
     family = _family(fields, pooling is not None)
     if family is not UNLISTED:
-        read.refuse_quantised(fields, family.int4)
+        read.refuse_quantised(fields, family.int4, family.mxfp4)
     spec = family.read(fields)
     if (int4 := spec.stored_int4) is not None:
         spec = msgspec.structs.replace(spec, stored_int4=_by_our_names(int4, family))

@@ -12,8 +12,11 @@ from safetensors import SafetensorError, safe_open
 from core.env import read_object
 from core.errors import ModelError
 from core.models import Int4
+from core.models.quant import MXFP4_GROUP
+from gpu.mxfp4 import restore
 from gpu.quant import FP8
 from gpu.thread import device_thread
+from gpu.weights.experts import Stack
 from gpu.weights.fill import Filler
 from gpu.weights.fp8 import SCALES, as_place_scale, dequantise, is_scale
 from gpu.weights.int4 import is_beside, layer_of, read_packed
@@ -85,7 +88,9 @@ def _reader(
         with open_file(path) as file:
             for name in names:
                 try:
-                    if int4 is None or not _read_int4(filler, file, name, holders, int4):
+                    if (stack := filler.stack(name)) is not None:
+                        _read_experts(filler, file, name, stack, holders)
+                    elif int4 is None or not _read_int4(filler, file, name, holders, int4):
                         _read(filler, file, name, holders)
                 except SafetensorError as error:
                     raise ModelError(f"{path}: cannot read {name}: {error}.") from error
@@ -118,6 +123,49 @@ def _read_int4(filler: Filler, file: safe_open, name: str, holders: Mapping[str,
     tensors = {each.rpartition(".")[2]: _tensor(each, holders) for each in (name, *beside)}
     filler.put_int4(weight, read_packed(int4, layer, shape, tensors))
     return True
+
+
+def _read_experts(
+    filler: Filler, file: safe_open, name: str, stack: Stack, holders: Mapping[str, Path]
+) -> None:
+    """Read the tensor `name` of all experts of a layer. Numbers in MXFP4 are restored with their scales where
+    no place takes them as they lie."""
+    shape = file.get_slice(name).get_shape()
+    restored = stack.packed and not filler.takes_mxfp4(stack)
+    if restored and stack.kind == "_scales":
+        return
+    if not stack.fits(shape):
+        filler.wants(name, shape)  # which takes note of it
+        return
+    count, *own = shape
+    outline = torch.empty([own[0], own[1] * MXFP4_GROUP] if restored else own, device="meta")
+    outlines = [stack.parts(expert, outline) for expert in range(count)]
+    wanted = [filler.wants(part, view.shape) for each in outlines for part, view in each.items()]
+    if all(wanted):
+        scales = _scales_of(name, shape, holders) if restored else None
+        _put_experts(filler, name, stack, file.get_tensor(name), scales)
+
+
+def _put_experts(
+    filler: Filler, name: str, stack: Stack, tensor: torch.Tensor, scales: torch.Tensor | None
+) -> None:
+    """Fill the places of all that the tensor `name` has: numbers that come with `scales` restored."""
+    if stack.packed != (tensor.dtype == torch.uint8) or tensor.dtype == FP8:
+        raise ModelError(f"{name} is {tensor.dtype}: stacked experts are read in 16 or 32 bits and in MXFP4.")
+    for expert, each in enumerate(tensor):
+        one = each if scales is None else restore(each.flatten(1), scales[expert])
+        for part, view in stack.parts(expert, one).items():
+            filler.put(part, view)
+
+
+def _scales_of(name: str, shape: list[int], holders: Mapping[str, Path]) -> torch.Tensor:
+    """The scales of MXFP4 numbers of that `shape`, which may lie in another shard."""
+    beside = name.removesuffix("_blocks") + "_scales"
+    scales = _tensor(beside, holders) if beside in holders else None
+    if scales is None or list(scales.shape) != shape[:-1]:
+        found = "missing" if scales is None else f"{list(scales.shape)}"
+        raise ModelError(f"{name} is MXFP4 and needs {beside} {shape[:-1]}, which is {found}.")
+    return scales
 
 
 def _tensor(name: str, holders: Mapping[str, Path]) -> torch.Tensor:

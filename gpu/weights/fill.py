@@ -13,6 +13,7 @@ from gpu.int4 import WORD
 from gpu.layers.linear import Places
 from gpu.quant import FP8
 from gpu.shard import Slices
+from gpu.weights.experts import Stack, stack_of
 from gpu.weights.fp8 import store
 from gpu.weights.int4 import Packed, dequantise
 from gpu.weights.int4 import store as store_int4
@@ -31,11 +32,13 @@ class Names(NamedTuple):
     aliases  beginnings, and how places begin instead
     renamed  parts, and what stands there instead
     fused    matrices that are stacked along the output, and what they are apart, in order
+    stacked  experts lie as `gpu.weights.experts` has them
     """
 
     aliases: Mapping[str, str] = MappingProxyType({})
     renamed: Mapping[str, str] = MappingProxyType({})
     fused: Mapping[str, Sequence[str]] = MappingProxyType({})
+    stacked: bool = False
 
 
 class Filler:
@@ -69,6 +72,15 @@ class Filler:
         """Tensors of the checkpoint that belong to nothing here."""
         self.quantised: list[str] = []
         """Matrices quantised while loading: their places are FP8, and they were not, or scaled otherwise."""
+
+    def stack(self, name: str) -> Stack | None:
+        """What `name` has of all experts, where it does."""
+        return stack_of(name) if self._names.stacked else None
+
+    def takes_mxfp4(self, stack: Stack) -> bool:
+        """Whether places take the numbers of these experts as they lie."""
+        place = self._places.get(self._place_name(stack.place(0, "gate" if stack.fused else "down")))
+        return place is not None and place.dtype == torch.uint8
 
     def wants(self, name: str, shape: Sequence[int]) -> bool:
         """Whether to read the tensor `name`; one of an unexpected name or shape is recorded."""

@@ -43,7 +43,8 @@ def load_model(
             fill_dummy(places, device, model.slices)
             progress(1.0)
             return model
-        names = Names(renamed=family.renamed, fused=family.fused)
+        stacked = spec.moe is not None and spec.moe.stacked
+        names = Names(renamed=family.renamed, fused=family.fused, stacked=stacked)
         filler = Filler(places, copier(device), family.base, family.unused, names, model.slices)
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from core.errors import ModelError
-from core.models import ModelSpec, RopeSpec, read_spec
+from core.models import ClampedGate, ModelSpec, MoeSpec, RopeSpec, read_spec
 from core.models.registry import FAMILIES
 from tests.rigs.model_config import BASE
 
@@ -302,6 +303,119 @@ def test_a_config_of_mixtral() -> None:
     assert (got.moe.experts, got.moe.per_token, got.moe.intermediate) == (8, 2, 14336)
     assert got.moe.norm_topk and not got.window(0)
     assert got.num_parameters() == pytest.approx(46.7e9, rel=0.001)
+
+
+GPT_OSS_20B: dict[str, object] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+"""openai/gpt-oss-20b's, as a test of circuit-tracer quotes it (decoderesearch, GitHub)."""
+GPT_OSS_120B = GPT_OSS_20B | {
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
+"""openai/gpt-oss-120b's."""
+
+
+def test_configs_of_gpt_oss() -> None:
+    got = read_spec(GPT_OSS_20B)
+    assert got.sinks and got.qkv_bias and got.out_bias and not got.tied
+    assert [got.window(layer) for layer in (0, 1, 22, 23)] == [128, 0, 128, 0]
+    assert got.moe == MoeSpec(
+        experts=32,
+        per_token=4,
+        intermediate=2880,
+        norm_topk=True,
+        layers=frozenset(range(24)),
+        bias=True,
+        clamped=ClampedGate(alpha=1.702, limit=7.0),
+        stacked=True,
+    )
+    assert (got.rope.kind, got.rope.theta, got.rope.factor) == ("yarn", 150000.0, 32.0)
+    assert not got.rope.truncate and got.context_length == 131072
+    assert got.stored_mxfp4 is not None and got.stored_mxfp4.has("model.layers.3.mlp.experts")
+    assert got.num_parameters() == pytest.approx(20.9e9, rel=0.002)
+    large = read_spec(GPT_OSS_120B)
+    assert large.num_parameters() == pytest.approx(116.8e9, rel=0.001)
+    assert large.window(34) == 128
+    # What the class's defaults are.
+    silent = (
+        "layer_types", "rope_scaling", "rope_theta", "sliding_window", "swiglu_limit", "head_dim",
+        "attention_bias", "num_experts_per_tok", "quantization_config",
+    )  # fmt: skip
+    short = read_spec({name: value for name, value in GPT_OSS_20B.items() if name not in silent})
+    assert short == msgspec.structs.replace(got, stored_mxfp4=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act must be silu, which its experts clamp"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"num_experts_per_tok": 33}, "num_experts_per_tok"),
+        ({"swiglu_limit": 0}, "swiglu_limit"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "awq is not served"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["("]}},
+            "modules_to_not_convert .* regular expression",
+        ),
+    ],
+)
+def test_errors_of_gpt_oss_name_the_field(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        read_spec({**GPT_OSS_20B, **changes})
+
+
+def test_mxfp4_is_of_gpt_oss_alone() -> None:
+    with pytest.raises(ModelError, match="'mxfp4' is not served of Qwen3MoeForCausalLM"):
+        spec("Qwen3MoeForCausalLM", quantization_config={"quant_method": "mxfp4"})
 
 
 def test_a_config_of_phi_4() -> None:

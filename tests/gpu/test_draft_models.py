@@ -182,7 +182,7 @@ def test_a_pickled_checkpoint_is_refused_with_what_to_do(target: CausalModel, tm
         load_draft(spec_for("eagle", target), tmp_path, target, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("variant", ["llama", "olmo3", "qwen3-moe", "qwen3-window"])
+@pytest.mark.parametrize("variant", ["llama", "olmo3", "qwen3-moe", "qwen3-window", "gpt-oss"])
 @pytest.mark.parametrize("layers", [(0, 1, 2), (2, 1, 1), ()])
 def test_a_target_keeps_the_states_a_draft_reads(
     variant: str, layers: tuple[int, ...], tmp_path: Path

@@ -17,7 +17,7 @@ from tests.rigs.tiny_model import Tiny
 
 A = [int(i * 37 % 251) + 3 for i in range(30)]
 B = [int(i * 53 % 241) + 5 for i in range(17)]
-MODELS = ["qwen3-moe", "qwen3-moe-mixed"]
+MODELS = ["qwen3-moe", "qwen3-moe-mixed", "gpt-oss"]
 ASKED = SamplingParams(temperature=0.0, experts_from=0)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from core.adapters import AdapterLimits
 from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig, SpeculativeConfig
 from core.errors import ConfigError, LoomError, ModelError
-from core.models import read_draft
+from core.models import read_draft, registry
 from core.plan import StepPlan
 from core.request import SamplingParams
 from core.stats import SchedulerStatistics
@@ -48,7 +48,6 @@ def config(family: str, architecture: str, **changes: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "ALiBi": (lambda: config("Bloom", "BloomForCausalLM"), "0 of its 2 layers attend exactly once"),
-    "sinks": (lambda: config("GptOss", "GptOssForCausalLM", num_local_experts=4), "attention sinks"),
     "MLA": (lambda: config("DeepseekV3", "DeepseekV3ForCausalLM"), r"keys have 192 .* values 128 \(MLA\)"),
     "recurrent": (lambda: config("Mamba", "MambaForCausalLM"), "state besides keys and values"),
     "hybrid": (lambda: config("Lfm2", "Lfm2ForCausalLM"), "does not run without data"),
@@ -101,6 +100,12 @@ def test_what_would_be_wrong_is_refused_by_its_config(name: str) -> None:
     make, reason = REFUSED[name]
     with pytest.raises(ModelError, match=reason):
         check_config(make(), False)
+
+
+def test_sinks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry.FAMILIES, "GptOssForCausalLM")  # as if it were none of ours
+    with pytest.raises(ModelError, match="attention sinks"):
+        check_config(config("GptOss", "GptOssForCausalLM", num_local_experts=4), False)
 
 
 def test_embeddings_are_of_families_alone() -> None:

@@ -131,6 +131,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "initializer_range": 0.2,  # experts' sums of such numbers are rounded to less than others'
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "swiglu_limit": 2.0,
+            "pad_token_id": 0,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 32, "num_hidden_layers": 2}),
     "qwen2-moe": (
         "Qwen2Moe",
@@ -209,6 +223,8 @@ def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: Any) 
                 weight.uniform_(0.5, 1.5)
             elif key.endswith("bias"):
                 weight.normal_(0.0, 0.2)
+            elif key.endswith("sinks"):  # beside which scores are not nothing
+                weight.normal_(1.0, 1.0)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return Tiny(directory, model)
 

@@ -75,7 +75,7 @@ class Both:
         self.fused.data.fill_(NAN)
         self.views = Views(ROWS, PAGES, PAGE, 128)
         windows = [spec.window(layer) for layer in range(spec.layers)]
-        self.attention = TorchAttention(windows)
+        self.attention = TorchAttention(windows, sinks=spec.sinks)
         self.attention.bind(self.plain)
         pool = self.fused
         caches = pool.caches()
@@ -151,6 +151,7 @@ FAMILIES = (
     "qwen3-window",
     "qwen3-moe",
     "qwen3-moe-mixed",
+    "gpt-oss",
 )
 """One of each that differs to the kernels; the interpreter takes two seconds a model."""
 
