@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from core.models import ClampedGate
@@ -17,7 +18,8 @@ class Experts(NamedTuple):
     w2           [experts, hidden, width]
     renormalise  a row's chosen weights are scaled to sum to 1
     scales       of w13 and w2 where they are e4m3: float32 [experts, 2 * width] and [experts, hidden], or
-                 [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]
+                 [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]; or where
+                 they are MXFP4, both as `gpu.mxfp4` packs them
     lora         what adapters add to both, in steps with adapters
     biases       [experts, 2 * width] and [experts, hidden], where there are any; of ranks the first adds the
                  second one alone
@@ -33,3 +35,8 @@ class Experts(NamedTuple):
     lora: LoraExperts = LoraExperts()
     biases: tuple[Tensor, Tensor | None] | None = None
     clamped: ClampedGate | None = None
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether the weights are MXFP4."""
+        return self.w13.dtype in (torch.uint8, torch.int16)

@@ -12,6 +12,7 @@ import torch
 from core.config import CacheConfig
 from core.errors import ConfigError
 from core.models import ModelSpec
+from core.models.quant import MXFP4_GROUP
 from gpu.kv.pool import KvPool
 from gpu.quant import FP8
 
@@ -236,7 +237,10 @@ def _adapters(needs: Needs) -> str:
 
 def _weight_bytes(spec: ModelSpec, parameters: int, dtype: torch.dtype) -> int:
     """Routers count as FP8 and scales of FP8 not at all: under 0.1% together. Of 4 bits each group has a
-    scale and a zero point, and layers that a checkpoint excepts count as if it did not."""
+    scale and a zero point, and layers that a checkpoint excepts count as if it did not, in MXFP4 too."""
+    if spec.mxfp4 is not None and (moe := spec.moe) is not None:
+        packed = 3 * len(moe.layers) * moe.experts * spec.hidden * moe.intermediate
+        return (parameters - packed) * dtype.itemsize + packed // 2 + packed // MXFP4_GROUP
     tables = spec.table_parameters() if spec.held else parameters
     each: float = FP8.itemsize
     if (int4 := spec.int4) is not None:
@@ -245,6 +249,8 @@ def _weight_bytes(spec: ModelSpec, parameters: int, dtype: torch.dtype) -> int:
 
 
 def _weight_name(spec: ModelSpec, dtype: torch.dtype) -> str:
+    if spec.mxfp4 is not None:
+        return "mxfp4"
     return "int4" if spec.int4 else _name(FP8 if spec.fp8 else dtype)
 
 

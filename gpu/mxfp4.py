@@ -1,9 +1,17 @@
 """MXFP4: floats of 4 bits (e2m1) with a power of two (e8m0) for each 32 inputs of an output, as the OCP
-Microscaling Formats 1.0 have them. In memory they lie as checkpoints of gpt-oss store them:
+Microscaling Formats 1.0 have them. In checkpoints of gpt-oss, and in places, they lie as
 
     numbers  uint8 [outputs, inputs / 2]: two neighbouring inputs a byte, the first in its low bits. The
              highest bit of each is the sign, then two of the exponent, then one behind the point
     scale    uint8 [outputs, inputs / 32]: exponents of two, plus 127
+
+and, once weights are final, packed for kernels, which so get four tiles of neighbouring inputs, each with a
+scale of its own, out of one tile of words:
+
+    numbers  int16 [outputs, 32 * n]: as `gpu.int4` has them at a span of 32, four numbers a word
+    scale    int32 [n, outputs]: those of 4 groups in a word, the first in its lowest bits
+
+Behind the last input are zeros.
 """
 
 from __future__ import annotations
@@ -11,12 +19,18 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.models.quant import MXFP4_GROUP
+from gpu import int4
+from gpu.int4 import WORD
 
 BIAS = 127
 """What a scale is less, as an exponent."""
+
+MOST = 128
+"""The greatest scale that kernels read: weights of up to 12. Those of gpt-oss are far below 1."""
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-each for each in _POSITIVE))
@@ -24,10 +38,8 @@ VALUES = (*_POSITIVE, *(-each for each in _POSITIVE))
 
 
 def restore(numbers: Tensor, scale: Tensor) -> Tensor:
-    """float32 [..., outputs, inputs] of a matrix as it lies in memory."""
-    table = torch.tensor(VALUES, device=numbers.device)
-    codes = torch.stack([numbers & 15, numbers >> 4], -1).flatten(-2)
-    found = table[codes.int()].view(*scale.shape, MXFP4_GROUP)
+    """float32 [..., outputs, inputs] of a matrix that is not packed."""
+    found = torch.tensor(VALUES, device=numbers.device)[_codes(numbers).int()].view(*scale.shape, MXFP4_GROUP)
     return torch.ldexp(found, scale.int().sub_(BIAS)[..., None]).flatten(-2)
 
 
@@ -42,3 +54,33 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.bucketize(scaled.abs().contiguous(), edges.to(scaled.device)) + 8 * (scaled < 0)
     low, high = codes.to(torch.uint8).view(*many, inputs // 2, 2).unbind(-1)
     return low | high << 4, (exponent + BIAS).clamp(0, 254).to(torch.uint8)
+
+
+def pack(numbers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers and scale of a matrix [outputs, inputs], packed."""
+    codes = _codes(numbers)
+    words = int4.pack(F.pad(codes, (0, -codes.shape[1] % (WORD * MXFP4_GROUP))), MXFP4_GROUP)
+    return words, F.pad(scale, (0, -scale.shape[1] % WORD)).contiguous().view(torch.int32).T.contiguous()
+
+
+def unpack(words: Tensor, scale: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
+    """Numbers and scale of a packed matrix [outputs, `inputs`] as they lay before."""
+    low, high = int4.unpack(words, MXFP4_GROUP)[:, :inputs].reshape(len(words), -1, 2).unbind(-1)
+    rows = scale.T.clone(memory_format=torch.contiguous_format)
+    return low | high << 4, rows.view(torch.uint8)[:, : inputs // MXFP4_GROUP]
+
+
+def pack_all(numbers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`pack` of many matrices [experts, outputs, inputs], one after the other."""
+    experts, outputs, _ = numbers.shape
+    steps = -(-scale.shape[2] // WORD)
+    words = torch.empty(experts, outputs, steps * MXFP4_GROUP, dtype=torch.int16, device=numbers.device)
+    scales = torch.empty(experts, steps, outputs, dtype=torch.int32, device=numbers.device)
+    for expert, (own, by) in enumerate(zip(numbers, scale, strict=True)):
+        words[expert], scales[expert] = pack(own, by)
+    return words, scales
+
+
+def _codes(numbers: Tensor) -> Tensor:
+    """uint8 [..., inputs], one number each, of two a byte."""
+    return torch.stack([numbers & 15, numbers >> 4], -1).flatten(-2)

@@ -1,4 +1,5 @@
-"""Whether a model's matrices run in FP8 or in 4 bits, and whether ranks can divide them so."""
+"""Whether a model's matrices run in FP8 or in 4 bits, or its experts in MXFP4, and whether ranks can divide
+them so."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import torch
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.models import ModelSpec
-from core.models.quant import BLOCK
-from core.models.spec import Fp8, Int4
+from core.models.quant import BLOCK, MXFP4_GROUP
+from core.models.spec import Fp8, Int4, Mxfp4
 from gpu.device import HOPPER
 from gpu.int4 import SPANS, WORD, span
 from gpu.parts import Target
@@ -51,11 +52,23 @@ def choose_int4(spec: ModelSpec, model: ModelConfig, target: Target) -> Int4 | N
     return spec.stored_int4 if runs and model.quantization == "auto" else None
 
 
+def choose_mxfp4(spec: ModelSpec, model: ModelConfig, target: Target) -> Mxfp4 | None:
+    """How experts run in MXFP4: as `choose_int4`."""
+    runs = target.captures(spec) and target.dtype == torch.bfloat16
+    return spec.stored_mxfp4 if runs and model.quantization == "auto" else None
+
+
 def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
     """Of one of so many ranks. Raises `ConfigError` where these do not divide the model."""
     own = spec.shard(ranks)
     if own.int4 is not None:
         _check_groups(own, own.int4)
+    if own.mxfp4 is not None and own.moe is not None and own.moe.intermediate % MXFP4_GROUP:
+        raise ConfigError(
+            f"--tp {ranks} of experts in MXFP4 is refused: {MXFP4_GROUP} does not divide intermediate_size "
+            f"({own.moe.intermediate}) of each of {ranks} ranks. Use --quantization none, which dequantises "
+            "them, or fewer ranks."
+        )
     if ranks > 1 and own.fp8 == "blocks":
         _check_blocks(own, f"--tp {ranks} of FP8 in blocks", "--quantization none, or fewer ranks")
     return own

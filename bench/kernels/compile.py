@@ -37,12 +37,13 @@ from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import fp8_block, gemv, int4, skinny
+from gpu.kernels.jit import cdiv
 from gpu.kernels.lora import dense
 from gpu.kernels.lora.linear import shrink_ahead
 from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe.gemm_config import TileConfig
-from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
+from gpu.kernels.moe.tuned import MXFP4_NAME, MoeConfig, MoeShape, rule, weight_name
 from gpu.lora import LoraExperts
 from gpu.ops.base import Matrix
 from gpu.ops.fp8 import fp8_linear
@@ -116,9 +117,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         *,
         of: MoeSize = SIZE,
         clamped: ClampedGate | None = None,
+        packed: bool = False,
     ) -> None:
-        """With `rank`, of an adapter; with `clamped`, with biases too."""
-        name = weight_name(fp8, "bfloat16")
+        """With `rank`, of an adapter; with `clamped`, with biases too; `packed`: in MXFP4."""
+        name = MXFP4_NAME if packed else weight_name(fp8, "bfloat16")
         shape = MoeShape(of.experts, of.width, of.hidden, of.top_k, name, "H200")
         kind = FP8 if fp8 else DTYPE
         x, logits = empty(tokens, of.hidden), empty(tokens, of.experts, dtype=torch.float32)
@@ -132,6 +134,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         after = empty(tokens, of.hidden), empty(of.hidden), 1e-6
         use = config or rule(shape, tokens)
         used = (scales[0], scales[1]) if fp8 else None
+        if packed:
+            (e, n13, hidden), (_, n2, width) = (w.shape for w in weights)
+            steps = cdiv(hidden, 128), cdiv(width, 128)
+            w13, w2 = (empty(e, n, 32 * k, dtype=torch.int16) for n, k in zip((n13, n2), steps, strict=True))
+            s13, s2 = (empty(e, k, n, dtype=torch.int32) for n, k in zip((n13, n2), steps, strict=True))
+            weights, used = (w13, w2), (s13, s2)
         lora, rows = LoraExperts(), None
         if rank:
             both = partial(lora_matrix, [rank], dtype=DTYPE, device=CPU, experts=(of.experts,) * 2)
@@ -310,6 +318,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "moe 4096 tall": lambda: experts(4096, MoeConfig(False, 192, tall, tall._replace(block_n=256))),
         "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
         **{f"moe gpt-oss {n}": partial(experts, n, of=GPT_OSS, clamped=CLAMPED) for n in (1, 32, 256, 512)},
+        **{
+            f"moe mxfp4 {n}": partial(experts, n, of=GPT_OSS, clamped=CLAMPED, packed=True)
+            for n in (1, 128, 256, 4096)
+        },
         "moe gpt-oss 4096": lambda: experts(
             4096, MoeConfig(False, 192, tall, tall._replace(block_n=256)), of=GPT_OSS, clamped=CLAMPED
         ),

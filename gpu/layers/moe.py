@@ -7,6 +7,8 @@ from itertools import product
 import torch
 
 from core.models import ModelSpec, MoeSpec
+from core.models.quant import MXFP4_GROUP
+from gpu import mxfp4
 from gpu.context import ForwardContext
 from gpu.experts import Experts
 from gpu.layers.parameters import Parameters
@@ -33,13 +35,18 @@ class SparseMlp:
         self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts}, moe.bias)
         width, device = moe.intermediate, parameters.device
         dtype, scales = parameters.dtype, None
+        share = 1
         if shapes := expert_scales(spec, moe):
             s13, s2 = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
             dtype, scales = FP8, (s13, s2)
+        elif spec.mxfp4 is not None and spec.mxfp4.has(f"{prefix}experts"):
+            sizes = (2 * width, spec.hidden // MXFP4_GROUP), (spec.hidden, width // MXFP4_GROUP)
+            s13, s2 = (torch.empty(moe.experts, *size, dtype=torch.uint8, device=device) for size in sizes)
+            dtype, scales, share = torch.uint8, (s13, s2), 2
         # Left plain when the weights are final: packing 3 × experts small matrices a layer would lose the one
         # tensor that grouped kernels want.
-        w13 = torch.empty(moe.experts, 2 * width, spec.hidden, dtype=dtype, device=device)
-        w2 = torch.empty(moe.experts, spec.hidden, width, dtype=dtype, device=device)
+        w13 = torch.empty(moe.experts, 2 * width, spec.hidden // share, dtype=dtype, device=device)
+        w2 = torch.empty(moe.experts, spec.hidden, width // share, dtype=dtype, device=device)
         self._experts = Experts(
             w13=w13,
             w2=w2,
@@ -50,6 +57,8 @@ class SparseMlp:
             biases=_biases(spec, moe, f"{prefix}experts.", parameters) if moe.bias else None,
             clamped=moe.clamped,
         )
+        if self._experts.is_mxfp4:
+            parameters.seals.append(self._pack)
         kinds = {"weight": (w13, w2)} | ({"weight_scale": scales} if scales else {})
         for expert, (kind, (up, down)) in product(range(moe.experts), kinds.items()):
             half = up.shape[1] // 2
@@ -70,6 +79,16 @@ class SparseMlp:
             Adaptable(LoraShape(outer, inner, moe.experts, slices), self._adapt_up),
             Adaptable(LoraShape(last, width, moe.experts, slices), self._adapt_down),
         ]
+
+    def _pack(self) -> None:
+        """Lay MXFP4 weights out for kernels."""
+        own = self._experts
+        assert own.scales is not None, "MXFP4 without scales"
+        (w13, s13), (w2, s2) = mxfp4.pack_all(own.w13, own.scales[0]), mxfp4.pack_all(own.w2, own.scales[1])
+        self._experts = own._replace(w13=w13, w2=w2, scales=(s13, s2))
+        del own
+        if w13.is_cuda:
+            torch.cuda.empty_cache()  # else the free memory that is measured next lacks the former layout's
 
     def _adapt_up(self, lora: LoraMatrix) -> None:
         self._experts = self._experts._replace(lora=self._experts.lora._replace(up=lora))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -24,7 +24,8 @@ class Parameters:
         self.dtype = dtype
         self.device = device
         self.shard = shard
-        self.linears: list[Linear] = []
+        self.seals: list[Callable[[], None]] = []
+        """What lays weights out for the device, once they are final."""
         self.adaptable: list[Adaptable] = []
         """What adapters may change."""
         self.places: Places = {}
@@ -61,7 +62,7 @@ class Parameters:
         linear = Linear(
             inputs, parts, self.dtype, self.device, bias and not (partial and self.shard.rank), held
         )
-        self.linears.append(linear)
+        self.seals.append(linear.seal)
         self._place_parts(linear, prefix, inputs, parts, split)
         if partial and bias and self.shard.rank:
             for name, size in parts.items():

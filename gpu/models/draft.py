@@ -85,9 +85,9 @@ class DraftModel(ABC):
         own, shared = self.embedding, self._target.embedding
         if own.shape == shared.shape and own.dtype == shared.dtype and torch.equal(own, shared):
             self.embedding = shared  # some checkpoints carry a copy: up to a gigabyte
-        for linear in self._parameters.linears:
-            linear.seal()
-        self._parameters.places.clear()
+        self._parameters.places.clear()  # they would keep the former layout alive
+        for seal in self._parameters.seals:
+            seal()
 
 
 class ChainModel(DraftModel):

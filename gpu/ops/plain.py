@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.models import ClampedGate
-from gpu import int4
+from gpu import int4, mxfp4
 from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Experts
@@ -240,6 +240,8 @@ def _by_expert(
             pairs = order[first : first + count]
             rows, own = x[pairs // each], weight[expert]
             more, by = (None if each is None else each[expert] for each in (bias, scale))
+            if by is not None and own.dtype == torch.int16:
+                own, by = mxfp4.restore(*mxfp4.unpack(own, by, x.shape[1])).to(x.dtype), None
             out[pairs] = F.linear(rows, own, more) if by is None else product(rows, own, by, more)
             first += count
     return out

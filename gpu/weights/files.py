@@ -13,7 +13,7 @@ from core.env import read_object
 from core.errors import ModelError
 from core.models import Int4
 from core.models.quant import MXFP4_GROUP
-from gpu.mxfp4 import restore
+from gpu.mxfp4 import MOST, restore
 from gpu.quant import FP8
 from gpu.thread import device_thread
 from gpu.weights.experts import Stack
@@ -152,10 +152,12 @@ def _put_experts(
     """Fill the places of all that the tensor `name` has: numbers that come with `scales` restored."""
     if stack.packed != (tensor.dtype == torch.uint8) or tensor.dtype == FP8:
         raise ModelError(f"{name} is {tensor.dtype}: stacked experts are read in 16 or 32 bits and in MXFP4.")
+    if stack.kind == "_scales" and int(tensor.max()) > MOST:
+        raise ModelError(f"{name} has weights above 12, which no kernel reads: use --quantization none.")
     for expert, each in enumerate(tensor):
         one = each if scales is None else restore(each.flatten(1), scales[expert])
         for part, view in stack.parts(expert, one).items():
-            filler.put(part, view)
+            filler.put(part, view.contiguous())
 
 
 def _scales_of(name: str, shape: list[int], holders: Mapping[str, Path]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.step.steps import Forward
 from gpu.thread import device_thread
-from tests.rigs import tiny_model
+from tests.rigs import mxfp4_files, tiny_model
 from tests.rigs.captured import full, same_text
 from tests.rigs.configurations import TINY_CONFIGURATIONS
 from tests.rigs.driver import Answer, Driver
@@ -239,6 +239,14 @@ def test_4_bits_are_near_and_graphs_change_nothing(dtype: str, tmp_path: Path) -
     path = tiny_model.build("qwen3", tmp_path / "fine", **WIDE).path
     plain = plain_of(path, quantise(path, KINDS["awq"]), tmp_path / "plain")
     check_near(path, plain, dtype, {})
+
+
+def test_mxfp4_is_near_and_graphs_change_nothing(tmp_path: Path) -> None:
+    """The weights that experts stand for."""
+    made = tiny_model.build("gpt-oss", tmp_path / "fine", intermediate_size=64)
+    mxfp4_files.quantise(made.path, made.reference)
+    made.reference.save_pretrained(tmp_path / "plain")
+    check_near(made.path, tmp_path / "plain", "bfloat16", {})
 
 
 def check_fp8(path: Path, chosen: dict[str, str]) -> None:

@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.errors import ModelError
+from core.config import CacheConfig, ModelConfig
+from core.errors import ConfigError, ModelError
+from core.models import ModelSpec, read_spec
 from core.plan import Chunk
 from gpu import mxfp4
 from gpu.build import spec_of
+from gpu.device import CudaFacts
+from gpu.memory import GIB, plan_memory
+from gpu.parts import Target
 from gpu.shard import Shard
+from gpu.weight_formats import choose_fp8, choose_mxfp4, shard_spec
 from gpu.weights import load_model
 from tests.rigs import mxfp4_files, tiny_model
 from tests.rigs.arrays import ints
+from tests.rigs.model_config import GPT_OSS_20B
 from tests.rigs.runner import CPU, Rig
 from tests.rigs.tiny_model import Tiny
 
@@ -45,21 +53,40 @@ def test_numbers_are_those_of_the_standard() -> None:
     assert torch.equal(mxfp4.restore(*mxfp4.quantise(row)), row)
 
 
+@pytest.mark.parametrize("inputs", [128, 160])
+def test_what_is_packed_can_be_unpacked(inputs: int) -> None:
+    numbers, scale = mxfp4.quantise(torch.randn(3, inputs))
+    words, scales = mxfp4.pack(numbers, scale)
+    assert (words.shape, scales.shape) == ((3, -(-inputs // 128) * 32), (-(-inputs // 128), 3))
+    again = mxfp4.unpack(words, scales, inputs)
+    assert torch.equal(again[0], numbers) and torch.equal(again[1], scale)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["restored", "held"])
 @pytest.mark.parametrize("plain", [(), (1,)], ids=["all", "but one layer"])
-def test_logits_are_those_of_transformers(plain: tuple[int, ...], tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(plain: tuple[int, ...], held: bool, tmp_path: Path) -> None:
     tiny = build(tmp_path, *plain)
     want = tiny_model.logits(tiny.reference, PROMPT)[-1]
-    rig = Rig(tiny.path)
+    rig = Rig(tiny.path, mxfp4=held)
     rig.step(chunks=[Chunk(1, 0, ints(PROMPT[:9]), False)], new=[rig.new(1, PROMPT)])
     rig.step(chunks=[Chunk(1, 9, ints(PROMPT[9:]), True)])
     torch.testing.assert_close(rig.watched.seen[0], want, atol=1e-4, rtol=0)
 
 
-def test_ranks_restore_what_is_theirs(tmp_path: Path) -> None:
+def spec(path: Path, held: bool = True) -> ModelSpec:
+    found = spec_of(path)
+    return msgspec.structs.replace(found, mxfp4=found.stored_mxfp4) if held else found
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["restored", "held"])
+@pytest.mark.parametrize("dummy", [False, True], ids=["read", "random"])
+def test_ranks_have_what_is_theirs(dummy: bool, held: bool, tmp_path: Path) -> None:
     path = build(tmp_path).path
-    whole = load_model(spec_of(path), path, torch.float32, CPU).places()
+    source = None if dummy else path
+    whole = load_model(spec(path, held), source, torch.float32, CPU).places()
     for rank in range(2):
-        own = load_model(spec_of(path).shard(2), path, torch.float32, CPU, shard=Shard(rank, 2))
+        each = shard_spec(spec(path, held), 2)
+        own = load_model(each, source, torch.float32, CPU, shard=Shard(rank, 2))
         for name, place in own.places().items():
             part = own.slices.get(name)
             assert torch.equal(place, whole[name] if part is None else part.of(whole[name])), name
@@ -101,3 +128,37 @@ def test_a_damaged_checkpoint_is_told(change: Callable[[Tensors], None], words: 
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ModelError, match=words):
         load_model(spec_of(path), path, torch.float32, CPU)
+
+
+def test_scales_that_no_kernel_reads(tmp_path: Path) -> None:
+    path = build(tmp_path).path
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"{UP}_scales"][3, 2, 1] = 129
+    save_file(tensors, path / "model.safetensors")
+    load_model(spec(path, held=False), path, torch.float32, CPU)
+    with pytest.raises(ModelError, match=f"{UP}_scales has weights above 12.*--quantization none"):
+        load_model(spec(path), path, torch.float32, CPU)
+
+
+def test_experts_are_held_where_kernels_read_them(tmp_path: Path) -> None:
+    found, auto = spec_of(build(tmp_path).path), ModelConfig()
+    hopper = Target(torch.device("cuda"), torch.bfloat16, CudaFacts("", "H200", (9, 0), 132))
+    assert choose_mxfp4(found, auto, hopper) == found.stored_mxfp4
+    assert choose_mxfp4(found, auto, hopper._replace(dtype=torch.float16)) is None
+    assert choose_mxfp4(found, auto, hopper._replace(device=CPU)) is None
+    asked = ModelConfig(quantization="fp8")
+    assert (choose_mxfp4(found, asked, hopper), choose_fp8(found, asked, hopper)) == (None, "rows")
+    assert choose_mxfp4(found, ModelConfig(quantization="none"), hopper) is None
+    held = msgspec.structs.replace(found, mxfp4=found.stored_mxfp4)
+    with pytest.raises(ConfigError, match=r"--tp 4 of experts in MXFP4 .* 32 .* intermediate_size \(16\)"):
+        shard_spec(held, 4)
+
+
+def test_memory_of_gpt_oss() -> None:
+    """Of 20b as OpenAI counts it: 12.8 GiB of weights, 38.9 in bfloat16."""
+    plain = read_spec(GPT_OSS_20B)
+    held = msgspec.structs.replace(plain, mxfp4=plain.stored_mxfp4)
+    for each, gib, name in ((plain, 38.9, "bfloat16"), (held, 12.8, "mxfp4")):
+        plan = plan_memory(each, torch.bfloat16, CacheConfig(kv_tokens=4096), 60 * GIB, 4096)
+        assert plan.weights / GIB == pytest.approx(gib, abs=0.2)
+        assert plan.weight_dtype == name

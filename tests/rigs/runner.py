@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -71,8 +72,12 @@ class Rig:
         tokens: int = 1024,
         consecutive: bool = False,
         adapters: AdapterLimits | None = None,
+        mxfp4: bool = False,
     ) -> None:
+        """`mxfp4`: hold experts as the checkpoint has them."""
         self.spec = spec_of(path)
+        if mxfp4:
+            self.spec = msgspec.structs.replace(self.spec, mxfp4=self.spec.stored_mxfp4)
         self.page_size = page_size
         pages = tokens // page_size + 1
         self.model = load_model(self.spec, path, torch.float32, CPU)

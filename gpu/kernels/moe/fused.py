@@ -4,8 +4,9 @@ up to a few rows    few_rows_moe, rms_norm                              3 launch
 up to 128 rows      choose, sort, gate_up, down, moe_sum                5
 above               route, scatter, gate_up, down, moe_sum              5
 
-FP8 weights multiply rows that are quantised first, 2 launches more; `few_rows_moe` widens them instead, since
-reading them is its time. Adapters are a launch more in front of each GEMM, and few rows take these GEMMs too.
+MXFP4 weights go by the grouped products at any number of rows. FP8 weights multiply rows that are quantised
+first, 2 launches more; `few_rows_moe` widens them instead, since reading them is its time. Adapters are a
+launch more in front of each GEMM, and few rows take these GEMMs too.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def fused_moe(
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   the normed [T, hidden], or the sum, in x's dtype
     """
-    if config.small and (adapters is None or not any(experts.lora)):
+    if config.small and not experts.is_mxfp4 and (adapters is None or not any(experts.lora)):
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
         if after is None:
             return total
@@ -77,10 +78,11 @@ def fused_moe(
         gemm = partial(
             grouped_gemm, gated=gated, bias=biases[at] if biases else None, clamped=clamped, pdl=pdl
         )
-        if scales is None:
-            after = 0 if gated else cdiv(w.shape[2], up.block_n)
+        if scales is None or experts.is_mxfp4:
+            after = 0 if gated else cdiv(rows.shape[1], up.block_n)
             more = delta(rows, at, after)
-            return gemm(rows, w, tiles, tall, cut, after=after, delta=more), more
+            exponents = None if scales is None else scales[at]
+            return gemm(rows, w, tiles, tall, cut, exponents=exponents, after=after, delta=more), more
         group = BLOCK if scales[at].dim() == w.dim() else 0
         # Places are sorted: those of true rows come first, top_k of each.
         per = 1 if gated else top_k

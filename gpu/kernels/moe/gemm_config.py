@@ -23,6 +23,7 @@ class GemmShape(NamedTuple):
 
     gated     `gate_up`: gate and up of `n` outputs each, of which silu(gate) · up is stored; else `down`
     by_block  e4m3 with scales by groups and blocks
+    packed    the weights are MXFP4
     alpha, limit  of a clamped gate (`ClampedGate`); 0: it is silu
     """
 
@@ -33,3 +34,4 @@ class GemmShape(NamedTuple):
     by_block: bool
     alpha: float = 0.0
     limit: float = 0.0
+    packed: bool = False

@@ -21,6 +21,8 @@ A tile of `down` needs the outputs of its own rows alone: `gate_up` counts them 
 In FP8 both operands are e4m3 with float32 scales, of `a` by row and of the weights by output, which meet
 the sums behind the loop; or of `a` by groups of 128 inputs and of the weights by blocks of 128 x 128, which
 meet the sums of each step over K.
+
+MXFP4 weights (`gpu.mxfp4`) become 16 bits in registers.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models import ClampedGate
-from core.models.quant import BLOCK
+from core.models.quant import BLOCK, MXFP4_GROUP
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options, wait
 from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, adapters_of, add_pair_delta
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
@@ -47,6 +49,7 @@ Scales = tuple[Tensor, Tensor]
 blocks [experts, outputs / 128, inputs / 128]."""
 
 _BLOCK = tl.constexpr(BLOCK)
+_GROUP, _STEP = tl.constexpr(MXFP4_GROUP), tl.constexpr(4 * MXFP4_GROUP)
 
 
 @jit
@@ -161,6 +164,100 @@ def _with_bias(
 
 
 @jit
+def _sums(
+    acc: tl.tensor,
+    up: tl.tensor,
+    a_at: tl.tensor,
+    w: tl.tensor,
+    a_scales: tl.tensor,
+    w_scales: tl.tensor,
+    row: tl.tensor,
+    w_row: tl.tensor,
+    n: tl.tensor,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both sums of a tile, over all inputs; `a_at` points to the first [BLOCK_M, block_k] of `row`."""
+    N: tl.constexpr = SHAPE.n
+    K: tl.constexpr = SHAPE.k
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    d = tl.arange(0, BLOCK_K)
+    for k in range(0, K, BLOCK_K):
+        x = tl.load(a_at + k) if K % BLOCK_K == 0 else tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
+        tile = _weight_tile(w, w_row, n, k, SHAPE, CONFIG)
+        if SHAPE.by_block:
+            by_group = tl.load(a_scales + row * (K // _BLOCK) + k // _BLOCK)
+            at = w_scales + (w_row + n) // _BLOCK * (K // _BLOCK) + k // _BLOCK
+            acc = _add_scaled(acc, x, tile, by_group, tl.load(at), CONFIG.swap)
+        else:
+            acc = _multiply(x, tile, acc, CONFIG.swap)
+        if SHAPE.gated:
+            tile = _weight_tile(w, w_row + N, n, k, SHAPE, CONFIG)
+            if SHAPE.by_block:
+                by_block = tl.load(at + N // _BLOCK * (K // _BLOCK))
+                up = _add_scaled(up, x, tile, by_group, by_block, CONFIG.swap)
+            else:
+                up = _multiply(x, tile, up, CONFIG.swap)
+    return acc, up
+
+
+@jit
+def _restored(words: tl.tensor, scales: tl.tensor, AT: tl.constexpr, like: tl.tensor) -> tl.tensor:
+    """The weights [outputs, 32] whose numbers are `AT` in `words`, and their scales [outputs] in `scales`, in
+    the dtype of `like`.
+
+    The three bits behind a sign are the number times 2^-126 where a float32 has the lowest of its exponent
+    and the first behind the point, those without an exponent too. So one product with 2^(scale - 1), whose
+    bits are made likewise, is the weight (scales up to `gpu.mxfp4.MOST`)."""
+    code = words.to(tl.int32) >> 4 * AT
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    by = ((((scales >> 8 * AT) & 255) + 126) << 23).to(tl.float32, bitcast=True)
+    return (bits.to(tl.float32, bitcast=True) * by[:, None]).to(like.dtype)
+
+
+@jit
+def _packed_sums(
+    acc: tl.tensor,
+    up: tl.tensor,
+    a_at: tl.tensor,
+    w: tl.tensor,
+    scales: tl.tensor,
+    expert: tl.tensor,
+    n: tl.tensor,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`_sums` of weights in MXFP4, which become 16 bits on their way: a tile of words a step, of four tiles
+    of 32 inputs."""
+    N: tl.constexpr = SHAPE.n
+    K: tl.constexpr = SHAPE.k
+    outputs: tl.constexpr = 2 * N if SHAPE.gated else N
+    steps: tl.constexpr = (K + _STEP - 1) // _STEP
+    d = tl.arange(0, _GROUP)[None, :]
+    column = n + tl.arange(0, CONFIG.block_n)
+    column = column if N % CONFIG.block_n == 0 else tl.minimum(column, N - 1)
+    w_at = w + (expert * outputs + column).to(tl.int64)[:, None] * (steps * _GROUP) + d
+    scale_at = scales + expert.to(tl.int64) * (steps * outputs) + column
+    for step in range(steps):
+        x: tl.tensor = ()
+        for at in tl.static_range(4):
+            k = step * _STEP + at * _GROUP
+            if K // _STEP * _STEP == K:
+                x += (tl.load(a_at + k),)
+            else:
+                x += (tl.load(a_at + k, mask=k + d < K, other=0.0),)
+        words, by = tl.load(w_at + step * _GROUP), tl.load(scale_at + step * outputs)
+        for at in tl.static_range(4):
+            acc = _multiply(x[at], _restored(words, by, at, x[at]), acc, CONFIG.swap)
+        if SHAPE.gated:
+            words = tl.load(w_at + N * steps * _GROUP + step * _GROUP)
+            by = tl.load(scale_at + step * outputs + N)
+            for at in tl.static_range(4):
+                up = _multiply(x[at], _restored(words, by, at, x[at]), up, CONFIG.swap)
+    return acc, up
+
+
+@jit
 def _tile(
     a: tl.tensor,
     w: tl.tensor,
@@ -191,8 +288,7 @@ def _tile(
     place = tl.minimum(first + m, places - 1)
     row = tl.load(pairs + place, mask=inside, other=0) // SHAPE.top_k if SHAPE.gated else place
     adapter = row if DELTA is None else adapters_of(delta, pairs, place, inside, DELTA)
-    d = tl.arange(0, BLOCK_K)
-    a_at = a + row.to(tl.int64)[:, None] * K + d[None, :]
+    a_at = a + row.to(tl.int64)[:, None] * K + tl.arange(0, _GROUP if SHAPE.packed else BLOCK_K)[None, :]
     w_row = expert * (2 * N if SHAPE.gated else N)
     if CONFIG.swap:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -200,22 +296,10 @@ def _tile(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x = tl.load(a_at + k) if K % BLOCK_K == 0 else tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
-        tile = _weight_tile(w, w_row, n, k, SHAPE, CONFIG)
-        if SHAPE.by_block:
-            by_group = tl.load(a_scales + row * (K // _BLOCK) + k // _BLOCK)
-            at = w_scales + (w_row + n) // _BLOCK * (K // _BLOCK) + k // _BLOCK
-            acc = _add_scaled(acc, x, tile, by_group, tl.load(at), CONFIG.swap)
-        else:
-            acc = _multiply(x, tile, acc, CONFIG.swap)
-        if SHAPE.gated:
-            tile = _weight_tile(w, w_row + N, n, k, SHAPE, CONFIG)
-            if SHAPE.by_block:
-                by_block = tl.load(at + N // _BLOCK * (K // _BLOCK))
-                up = _add_scaled(up, x, tile, by_group, by_block, CONFIG.swap)
-            else:
-                up = _multiply(x, tile, up, CONFIG.swap)
+    if SHAPE.packed:
+        acc, up = _packed_sums(acc, up, a_at, w, w_scales, expert, n, SHAPE, CONFIG)
+    else:
+        acc, up = _sums(acc, up, a_at, w, a_scales, w_scales, row, w_row, n, SHAPE, CONFIG)
     if a_scales is not None and not SHAPE.by_block:
         by_row = tl.load(a_scales + row)
         acc = _scaled(acc, by_row, w_scales + w_row, n, SHAPE, CONFIG)
@@ -298,6 +382,7 @@ def grouped_gemm(
     bias: Tensor | None = None,
     clamped: ClampedGate | None = None,
     scales: Scales | None = None,
+    exponents: Tensor | None = None,
     dtype: torch.dtype | None = None,
     after: int = 0,
     delta: tuple[PairDelta, PairDeltaShape] | None = None,
@@ -306,11 +391,13 @@ def grouped_gemm(
     """`gate_up` where `gated`, else `down`, for every pair.
 
     a        of `gate_up` the rows x [T, hidden], of `down` what that made of them, [T * k, width]; contiguous
-    w        [experts, 2 * width, hidden], gate over up, or [experts, hidden, width]; contiguous
+    w        [experts, 2 * width, hidden], gate over up, or [experts, hidden, width]; contiguous. In MXFP4
+             packed (`gpu.mxfp4`), with `exponents`, and `config.block_k` counts for nothing
     block_m  what `tiles` was cut with
     bias     [experts, 2 * width], gate before up, or [experts, hidden], contiguous
     clamped  of `gate_up`: how gate and up are joined; None: by silu
     scales   of a and w, where they are e4m3
+    exponents  int32 [experts, inputs / 128, outputs], rounded up: the scales of w, where it is MXFP4
     dtype    of the result, None for a's
     after    of `down`, launched right behind `gate_up` or its own `shrink_pairs`: how many programs of that a
              tile waits for, those of its own rows (`gpu.kernels.moe.tile_dependency`); 0: for all kernels
@@ -318,14 +405,15 @@ def grouped_gemm(
     returns  [T * k, width] in the order of `tiles`, or [T * k, hidden] in pair order (row * k + j). Places
              behind the last pair, and rows of pairs that went nowhere, are not written
     """
-    n, k = w.shape[1] // 2 if gated else w.shape[1], w.shape[2]
+    n, k = w.shape[1] // 2 if gated else w.shape[1], a.shape[1]
     out = a.new_empty(len(tiles.pairs), n, dtype=dtype or a.dtype)
-    a_scales, w_scales = scales if scales is not None else (None, None)
-    by_block = w_scales is not None and w_scales.dim() == w.dim()
+    a_scales, w_scales = scales if scales is not None else (None, exponents)
+    packed = exponents is not None
+    by_block = w_scales is not None and w_scales.dim() == w.dim() and not packed
     gate = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
-    shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block, *gate)
+    shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block, *gate, packed)
     if block_m == TALL:
-        assert scales is None, "rows in e4m3 have lower tiles"
+        assert scales is None and not packed, "weights in 8 and 4 bits have lower tiles"
         tma_gemm(a, w, bias, out, tiles, shape, config, after=after, delta=delta, pdl=pdl)
         return out
     if by_block:  # a tile lies within blocks, and a step over K in one

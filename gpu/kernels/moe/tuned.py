@@ -28,6 +28,8 @@ SMALL_ROWS = 4
 FP8_NAME = str(FP8).removeprefix("torch.")
 FP8_BLOCKS_NAME = f"{FP8_NAME}_blocks"
 
+MXFP4_NAME = "mxfp4"
+
 
 def weight_name(fp8: Fp8, dtype: str) -> str:
     """`MoeShape.dtype` of a model's experts, whose activations are of `dtype`."""
@@ -69,6 +71,8 @@ def rule(shape: MoeShape, tokens: int, deep: bool = False) -> MoeConfig:
     228 KiB of shared memory."""
     average = tokens * shape.top_k / shape.experts
     fp8 = shape.dtype.startswith(FP8_NAME)
+    if shape.dtype == MXFP4_NAME:
+        return MoeConfig(False, *_mxfp4_tiles(average))
     return MoeConfig(
         tokens <= SMALL_ROWS, *(_fp8_tiles(shape, average) if fp8 else _tiles(shape, average, deep))
     )
@@ -103,6 +107,15 @@ def _fp8_tiles(shape: MoeShape, average: float) -> tuple[int, TileConfig, TileCo
     if blocks:
         return 64, TileConfig(128, BLOCK, 8, 4, False, tma=True), down
     return 128, TileConfig(128, BLOCK, 8, 3, True, True, True), down._replace(half=True)
+
+
+def _mxfp4_tiles(average: float) -> tuple[int, TileConfig, TileConfig]:
+    """As `_tiles`, not measured either. Numbers are turned into 16 bits in registers: no descriptor loads
+    them, and tiles of many rows are no wider than the registers hold."""
+    few, many = TileConfig(64, 64, 4, 4, True), TileConfig(128, 64, 8, 3, True, True)
+    if average <= 64:
+        return 16 if average <= 12 else 32 if average <= 24 else 64, few, few
+    return 128, many, many
 
 
 def parse(entry: Mapping[str, Any]) -> MoeConfig:

@@ -10,6 +10,7 @@ import torch
 from bench.kernels import reference
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
 from core.models import ClampedGate
+from gpu import mxfp4
 from gpu.experts import Experts
 from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.fused import fused_moe
@@ -89,6 +90,37 @@ def test_biases_and_a_clamped_gate(
     found = fused_moe(x, logits, layer, config, None, num_rows=scalar(live, device))
     args = x[:live], logits[:live], w13, w2, SIZE.top_k
     assert error(found[:live], reference.moe(*args, biases=(up, down), clamped=clamped)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("rows", "live", "config"),
+    [
+        (3, 2, MoeConfig(True, 16, WIDE, UNEVEN)),  # few rows have no kernel of their own
+        (40, 38, MoeConfig(False, 16, SWAP._replace(block_n=64), UNEVEN)),
+    ],
+    ids=["few", "some"],
+)
+def test_mxfp4_weights(
+    rows: int,
+    live: int,
+    config: MoeConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """As the weights that they stand for, behind the last group of which nothing is read."""
+    size = MoeSize(experts=6, width=96, hidden=160, top_k=2)
+    x, logits, *weights = moe_inputs(rows, size, dtype, device)
+    scale = torch.tensor([2.0**-100, 1.0, 2.0**-20, 1.0, 1.0], device=device).repeat_interleave(32)
+    packed = [mxfp4.quantise(w.float() * scale[: w.shape[2]]) for w in weights]
+    w13, w2 = (mxfp4.restore(*each) for each in packed)
+    up, down = (torch.randn(size.experts, w.shape[1], device=device).to(dtype) for w in (w13, w2))
+    more = {"biases": (up, down), "clamped": ClampedGate(alpha=1.7, limit=2.0)}
+    (n13, s13), (n2, s2) = (mxfp4.pack_all(*each) for each in packed)
+    layer = Experts(n13, n2, size.top_k, scales=(s13, s2), **more)
+    found = fused_moe(x, logits, layer, config, None, num_rows=scalar(live, device))
+    want = reference.moe(x[:live], logits[:live], w13, w2, size.top_k, **more)
+    assert error(found[:live], want) < tolerance
 
 
 @pytest.mark.gpu
