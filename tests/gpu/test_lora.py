@@ -30,14 +30,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     def made(name: str) -> Path:
         return tiny_model.build(name, tmp_path_factory.mktemp(name), tie_word_embeddings=False).path
 
-    return {name: made(name) for name in (*VARIANTS, "gemma3")}
+    return {name: made(name) for name in (*VARIANTS, "gemma3", "gpt-oss")}
 
 
 def rig(path: Path) -> Rig:
     return Rig(path, adapters=LIMITS)
 
 
-@pytest.mark.parametrize(("variant", "target"), [*product(VARIANTS, [*TARGETS, "all"]), ("gemma3", "all")])
+@pytest.mark.parametrize(
+    ("variant", "target"), [*product(VARIANTS, [*TARGETS, "all"]), ("gemma3", "all"), ("gpt-oss", "all")]
+)
 def test_an_adapter_is_as_good_as_merged_weights(
     paths: dict[str, Path], tmp_path: Path, variant: str, target: str
 ) -> None:

@@ -208,6 +208,19 @@ def test_what_cannot_be_served_is_refused(
     assert own.generate(2, PROMPT, 4, place=0) == text
 
 
+def test_experts_that_a_checkpoint_stacks_are_refused(tmp_path: Path) -> None:
+    own = Rig(tiny_model.build("gpt-oss", tmp_path / "model").path, adapters=LIMITS)
+    for name, rows in ((EXPERTS, 64), (f"{EXPERTS}.gate_up_proj", 64), (f"{EXPERTS}.3.up_proj", 32)):
+        module = f"base_model.model.{name}"
+        tensors = {
+            f"{module}.lora_A.weight": torch.ones(4, 64),
+            f"{module}.lora_B.weight": torch.ones(rows, 4),
+        }
+        saved = lora.write(tmp_path / name, tensors, {"r": 4, "lora_alpha": 8})
+        refused = own.command("adapter_read", "a", saved)
+        assert f"it changes {name}, which is none of q_proj" in str(refused)
+
+
 def test_a_target_that_was_not_asked_for_is_refused(llama: Path, tmp_path: Path) -> None:
     limits = AdapterLimits(places=1, max_rank=8, host=1)
     own = Rig(llama, adapters=limits)
