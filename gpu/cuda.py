@@ -18,7 +18,7 @@ from gpu.draft.model import DraftMachine
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.lora.linear import Branch
-from gpu.kernels.moe.tuned import MXFP4_NAME, MoeConfigs, MoeShape, weight_name
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.ngram import look_up
 from gpu.kernels.sampling import drafts as draft_kernels
 from gpu.kernels.sampling import kernels as triton_kernels
@@ -158,7 +158,7 @@ def with_kernels(machine: Machine) -> Machine:
 def _experts(spec: ModelSpec, dtype: torch.dtype, facts: CudaFacts) -> MoeConfigs | None:
     if (moe := spec.moe) is None:
         return None
-    name = weight_name(spec.fp8 if expert_scales(spec, moe) else "", str(dtype).removeprefix("torch."))
-    name = MXFP4_NAME if spec.mxfp4 is not None else name
+    fp8, activations = spec.fp8 if expert_scales(spec, moe) else "", str(dtype).removeprefix("torch.")
+    name = weight_name(fp8, activations, spec.mxfp4 is not None)
     shape = MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, name, facts.name)
     return MoeConfigs(shape, deep=facts.capability == HOPPER)

@@ -43,7 +43,7 @@ from gpu.kernels.lora.linear import shrink_ahead
 from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe.gemm_config import TileConfig
-from gpu.kernels.moe.tuned import MXFP4_NAME, MoeConfig, MoeShape, rule, weight_name
+from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
 from gpu.lora import LoraExperts
 from gpu.ops.base import Matrix
 from gpu.ops.fp8 import fp8_linear
@@ -120,7 +120,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         packed: bool = False,
     ) -> None:
         """With `rank`, of an adapter; with `clamped`, with biases too; `packed`: in MXFP4."""
-        name = MXFP4_NAME if packed else weight_name(fp8, "bfloat16")
+        name = weight_name(fp8, "bfloat16", packed)
         shape = MoeShape(of.experts, of.width, of.hidden, of.top_k, name, "H200")
         kind = FP8 if fp8 else DTYPE
         x, logits = empty(tokens, of.hidden), empty(tokens, of.experts, dtype=torch.float32)

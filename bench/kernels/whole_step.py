@@ -162,7 +162,7 @@ def cut(model: Path, layers: int, dtype: str, fp8: Fp8) -> ModelSpec:
     windows = frozenset(layer for layer in spec.window_layers if layer < layers)
     dtype = dtype or spec.dtype
     spec = msgspec.structs.replace(spec, layers=layers, window_layers=windows, dtype=dtype, fp8=fp8)
-    return spec if fp8 else msgspec.structs.replace(spec, int4=spec.stored_int4)
+    return spec if fp8 else msgspec.structs.replace(spec, int4=spec.stored_int4, mxfp4=spec.stored_mxfp4)
 
 
 class Layers(NamedTuple):
@@ -188,7 +188,8 @@ def layers_of(spec: ModelSpec, steps: Steps) -> Layers:
     if (experts := spec.moe) is not None:
         sizes = experts.experts, experts.intermediate, spec.hidden, experts.per_token
         held = spec.fp8 if expert_scales(spec, experts) else ""
-        moe = MoeConfigs(MoeShape(*sizes, weight_name(held, spec.dtype), DEVICE.name))
+        name = weight_name(held, spec.dtype, spec.mxfp4 is not None)
+        moe = MoeConfigs(MoeShape(*sizes, name, DEVICE.name))
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         counters = split_k_counters(CPU) if pdl else None
@@ -243,6 +244,8 @@ def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
         mock.patch("gpu.weights.draft.fill_dummy"),
     ):
         model = load_model(spec, None, dtype, CPU, shard=ALONE if rank is None else rank.shard)
+        if spec.mxfp4 is not None:
+            model.seal()
         if adapters is not None:
             layout = AdapterLayout([each.shape for each in model.adaptable], adapters, dtype)
             layout.bind(torch.empty(adapters.places, layout.bytes, dtype=torch.uint8), model.adaptable)

@@ -31,9 +31,9 @@ FP8_BLOCKS_NAME = f"{FP8_NAME}_blocks"
 MXFP4_NAME = "mxfp4"
 
 
-def weight_name(fp8: Fp8, dtype: str) -> str:
+def weight_name(fp8: Fp8, dtype: str, mxfp4: bool = False) -> str:
     """`MoeShape.dtype` of a model's experts, whose activations are of `dtype`."""
-    return {"rows": FP8_NAME, "blocks": FP8_BLOCKS_NAME, "": dtype}[fp8]
+    return MXFP4_NAME if mxfp4 else {"rows": FP8_NAME, "blocks": FP8_BLOCKS_NAME, "": dtype}[fp8]
 
 
 TWO_BYTES = ("bfloat16", "float16")
