@@ -24,6 +24,10 @@ QUERY_BLOCK = 512
 """Queries of a chunk per call: bounds a mask to 512 × context × 4 bytes (256 MiB at 128k)."""
 
 
+STEPS_BLOCK = 64
+"""The same where attention is in steps, with a score of each head and key: 1,024 tokens of 64 heads took
+0.12 s on one core, 0.7 in blocks of 512."""
+
 MERGED_KEYS = 128
 """Decode rows up to this length share a call whatever their lengths: padding them costs less than a
 call more per layer."""
@@ -169,10 +173,14 @@ class TorchAttention:
             scores = scores.div_(self._cap).tanh_().mul_(self._cap)
         if mask is not None:
             scores += mask
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
-        shares = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[-2]]
-        return torch.matmul(shares.to(v.dtype), v)
+        scores = scores.float()
+        top = scores.amax(-1, keepdim=True)
+        if sinks is None:
+            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+        else:
+            top = torch.maximum(top, sinks)
+            total = scores.sub_(top).exp_().sum(-1, keepdim=True) + torch.exp(sinks - top)
+        return (torch.matmul(scores.to(v.dtype), v) / total).to(v.dtype)
 
     def _gather(
         self, layer: int, pages: Tensor | int, rows: int, keys: int, heads: tuple[int, int]
@@ -236,12 +244,12 @@ class TorchAttention:
         return _Decode(rows, _run(pages) if len(lengths) == 1 else pages, longest, mask)
 
     def _chunk_blocks(self, row: Tensor, chunk: ChunkRow, window: int) -> list[_Block]:
-        """A chunk in runs of at most QUERY_BLOCK queries, each with the keys it can see. `row` int32 [pages]
+        """A chunk in runs of queries, each with the keys it can see. `row` int32 [pages]
         of the page table is its slot's."""
         blocks = []
-        size = self._page_size
-        for offset in range(0, chunk.tokens, QUERY_BLOCK):
-            count = min(QUERY_BLOCK, chunk.tokens - offset)
+        size, most = self._page_size, STEPS_BLOCK if self._in_steps else QUERY_BLOCK
+        for offset in range(0, chunk.tokens, most):
+            count = min(most, chunk.tokens - offset)
             start = chunk.start + offset
             begin = max(start + 1 - window, 0) // size if window else 0
             end = start + count

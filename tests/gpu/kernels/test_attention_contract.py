@@ -122,11 +122,10 @@ CASES |= {
         "mixed, deep",
         "group 7",
         "cascade, mixed",
-        "drafts, 1 at once, mixed",
         "drafts, 4 at once, mixed",
         "drafts, 4 at once, cascade",
     )
-}
+} | {"sinks, a long chunk": Case(chunks=((5, 150),), window=70, sinks=True)}
 
 
 class Pages(NamedTuple):
