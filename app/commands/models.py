@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from core.models.registry import served
 
 _INT4 = ("awq", "gptq", "w4a16")
+
+FORMATS: Mapping[str, tuple[str, str]] = {
+    "DeepseekV2ForCausalLM": ("deepseek_v3", "-"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "think"),
+    "Gemma3ForCausalLM": ("functiongemma", "-"),
+    "Glm4MoeForCausalLM": ("glm", "think"),
+    "GptOssForCausalLM": ("harmony", "harmony"),
+    "GraniteForCausalLM": ("granite", "granite"),
+    "LlamaForCausalLM": ("llama3", "-"),
+    "MistralForCausalLM": ("mistral", "mistral"),
+    "MixtralForCausalLM": ("mistral", "-"),
+    "Olmo3ForCausalLM": ("olmo3", "think"),
+    "Phi3ForCausalLM": ("phi4_mini_json", "-"),
+    "Qwen2ForCausalLM": ("hermes", "-"),
+    "Qwen2MoeForCausalLM": ("hermes", "-"),
+    "Qwen3ForCausalLM": ("hermes", "think"),
+    "Qwen3MoeForCausalLM": ("hermes", "think"),
+    "Qwen3NextForCausalLM": ("hermes", "think"),
+    "SmolLM3ForCausalLM": ("hermes", "think"),
+}
+"""What chat models of an architecture mostly write: calls of tools, and reasoning. A start takes the formats
+from the checkpoint's chat template instead (`--tool-parser auto`, `--reasoning-parser auto`)."""
 
 
 def run() -> int:
@@ -14,14 +38,16 @@ def run() -> int:
 
 
 def lines() -> list[str]:
-    """A table: what `architectures` of a config.json says, what it is served for, whose layers run it, from
-    which files. Which others transformers can run is only known once their config is tried."""
-    rows = [("ARCHITECTURE", "TASK", "LAYERS", "WEIGHTS")]
+    """A table: what `architectures` of a config.json says, what it is served for, whose layers run it, how
+    its chat models write, and from which files. Which others transformers can run is only known once their
+    config is tried."""
+    rows = [("ARCHITECTURE", "TASK", "LAYERS", "TOOLS", "REASONING", "WEIGHTS")]
     for each in served():
         weights = ["safetensors", *["fp8"] * each.fp8, *_INT4 * each.int4, *["mxfp4"] * each.mxfp4]
         weights += ["gguf"] * each.gguf
-        rows.append((each.architecture, each.task, "native", ", ".join(weights)))
-    rows.append(("other ...ForCausalLM", "generate", "transformers", "safetensors"))
+        formats = FORMATS.get(each.architecture, ("-", "-"))
+        rows.append((each.architecture, each.task, "native", *formats, ", ".join(weights)))
+    rows.append(("other ...ForCausalLM", "generate", "transformers", "-", "-", "safetensors"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from app.commands.models import FORMATS
+from app.parsers.registry import REASONING, TOOLS
 from bench.chaos.tiny import ROOT, dummy_model, flags
 from core.models.registry import FAMILIES
 from tests.rigs.wait import PATIENCE
@@ -82,22 +84,33 @@ def test_a_model_that_is_not_here_yet_is_no_fault(tmp_path: Path) -> None:
     assert "not fetched yet" in done.stdout and "python -m app pull" in done.stdout
 
 
+HEAD = ["ARCHITECTURE", "TASK", "LAYERS", "TOOLS", "REASONING"]
+
+
+def test_formats_of_models_are_those_of_parsers() -> None:
+    for tools, reasoning in FORMATS.values():
+        assert tools in TOOLS and reasoning in {"-", *REASONING}
+
+
 def test_models_lists_what_is_served() -> None:
     done = run("models")
-    head, *rows, others = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
-    assert (done.returncode, done.stderr, head) == (0, "", ["ARCHITECTURE", "TASK", "LAYERS", "WEIGHTS"])
+    head, *rows, others = [line.split(maxsplit=5) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr, head) == (0, "", [*HEAD, "WEIGHTS"])
     assert [row[0] for row in rows] == sorted(FAMILIES)
     table = {name: tuple(row) for name, *row in rows}
     fine = "safetensors, fp8, awq, gptq, w4a16"
-    assert table["Qwen3MoeForCausalLM"] == ("generate", "native", "safetensors, fp8, gguf")
-    assert table["Phi3ForCausalLM"] == ("generate", "native", fine)
-    assert table["BertModel"] == ("embed", "native", "safetensors")
-    assert table["Qwen2ForSequenceClassification"] == (
-        "classify",
-        "native",
-        "safetensors, fp8, awq, gptq, w4a16",
+    assert table["Qwen3MoeForCausalLM"] == (
+        *("generate", "native", "hermes", "think"),
+        "safetensors, fp8, gguf",
     )
-    assert others == ["other", "...ForCausalLM", "generate", "transformers  safetensors"]
+    assert table["Phi3ForCausalLM"] == ("generate", "native", "phi4_mini_json", "-", fine)
+    assert table["BertModel"] == ("embed", "native", "-", "-", "safetensors")
+    assert table["Qwen2ForSequenceClassification"] == (
+        *("classify", "native", "-", "-"),
+        fine,
+    )
+    assert others[:5] == ["other", "...ForCausalLM", "generate", "transformers", "-"]
+    assert others[5].split() == ["-", "safetensors"]
     assert run("models", "--port", "1").returncode == 2
 
 
