@@ -11,6 +11,31 @@ from core.models import ClampedGate
 from gpu.lora import LoraExperts
 
 
+class Choice(NamedTuple):
+    """How a row's experts are chosen and weighed, as in `MoeSpec`.
+
+    sigmoid     scores are sigmoids of logits, not a softmax over all of them
+    bias        float32 [experts], added to scores to choose by; weights are without it
+    groups      equal runs of experts, of which those of the best `top_groups` are open: a group is worth its
+                best expert, with sigmoids its best two together
+    scale       what weights are multiplied by
+    """
+
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """The best of a softmax."""
+        return not self.sigmoid and self.bias is None and self.groups == 1 and self.scale == 1.0
+
+
+PLAIN = Choice()
+
+
 class Experts(NamedTuple):
     """One layer's routed experts, contiguous.
 
@@ -35,6 +60,7 @@ class Experts(NamedTuple):
     lora: LoraExperts = LoraExperts()
     biases: tuple[Tensor, Tensor | None] | None = None
     clamped: ClampedGate | None = None
+    choice: Choice = PLAIN
 
     @property
     def is_mxfp4(self) -> bool:

@@ -40,7 +40,7 @@ def llama(fields: Fields) -> ModelSpec:
 
 def _llama(fields: Fields, defaults: Defaults) -> ModelSpec:
     bias = fields.flag("attention_bias")
-    return _common(fields, defaults, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+    return common(fields, defaults, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
 def granite(fields: Fields) -> ModelSpec:
@@ -71,7 +71,7 @@ def smollm3(fields: Fields) -> ModelSpec:
 
 def phi3(fields: Fields) -> ModelSpec:
     """Phi3ForCausalLM, of Phi-3 and Phi-4: a checkpoint fuses q, k and v, and gate and up."""
-    spec = _common(fields, Defaults(4096, norm_eps=1e-5))
+    spec = common(fields, Defaults(4096, norm_eps=1e-5))
     half = int(spec.head_dim * spec.rope.partial) // 2
     if any(len(each) not in (0, half) for each in (spec.rope.short_factors, spec.rope.long_factors)):
         raise fields.wrong("rope_scaling", f"factors for half of the {2 * half} dimensions that are rotated")
@@ -82,7 +82,7 @@ def phi3(fields: Fields) -> ModelSpec:
 
 def mixtral(fields: Fields) -> ModelSpec:
     """MixtralForCausalLM: every MLP is sparse, and the chosen experts' weights sum to 1."""
-    spec = _common(fields, Defaults(131072, norm_eps=1e-5, theta=1000000.0))
+    spec = common(fields, Defaults(131072, norm_eps=1e-5, theta=1000000.0))
     every = frozenset(range(spec.layers))
     if fields.has("sliding_window"):
         spec = _slide(spec, fields.size("sliding_window"), every)
@@ -93,7 +93,7 @@ def mixtral(fields: Fields) -> ModelSpec:
         norm_topk=True,
         layers=every,
     )
-    return _with_experts(fields, spec, moe)
+    return with_experts(fields, spec, moe)
 
 
 _GPT_OSS: Mapping[str, object] = {
@@ -119,7 +119,7 @@ def gpt_oss(fields: Fields) -> ModelSpec:
         raise fields.wrong("hidden_act", "silu, which its experts clamp")
     bias = fields.flag("attention_bias", True)
     defaults = Defaults(131072, head_dim=64, norm_eps=1e-5, theta=150000.0)
-    spec = _common(fields, defaults, qkv_bias=bias, out_bias=bias, sinks=True)
+    spec = common(fields, defaults, qkv_bias=bias, out_bias=bias, sinks=True)
     moe = MoeSpec(
         experts=_experts(fields, 128),
         per_token=fields.size("num_experts_per_tok"),
@@ -130,7 +130,7 @@ def gpt_oss(fields: Fields) -> ModelSpec:
         clamped=ClampedGate(alpha=fields.number("swiglu_alpha"), limit=fields.number("swiglu_limit")),
         stacked=True,
     )
-    return _with_experts(fields, _slide_mostly(fields, spec, 2), moe)
+    return with_experts(fields, _slide_mostly(fields, spec, 2), moe)
 
 
 def olmo2(fields: Fields) -> ModelSpec:
@@ -151,7 +151,7 @@ def olmo3(fields: Fields) -> ModelSpec:
 def _olmo(fields: Fields, theta: float, **facts: Any) -> ModelSpec:
     bias = fields.flag("attention_bias")
     defaults = Defaults(2048, norm_eps=1e-5, theta=theta)
-    return _common(fields, defaults, qkv_bias=bias, out_bias=bias, qk_norm="all", norms="behind", **facts)
+    return common(fields, defaults, qkv_bias=bias, out_bias=bias, qk_norm="all", norms="behind", **facts)
 
 
 _GEMMA: Mapping[str, object] = {
@@ -208,7 +208,7 @@ def _gemma(fields: Fields, **facts: Any) -> ModelSpec:
     if fields.flag("use_bidirectional_attention"):
         raise fields.wrong("use_bidirectional_attention", "false")
     bias = fields.flag("attention_bias")
-    spec = _common(fields, Defaults(8192), qkv_bias=bias, out_bias=bias, **facts)
+    spec = common(fields, Defaults(8192), qkv_bias=bias, out_bias=bias, **facts)
     return msgspec.structs.replace(
         spec,
         activation=activation_of(fields, "hidden_activation"),
@@ -226,7 +226,7 @@ def _cap(fields: Fields, name: str) -> float:
 
 def mistral(fields: Fields) -> ModelSpec:
     """MistralForCausalLM: every layer slides; null means no window, absent means 4096."""
-    spec = _common(fields, Defaults(131072))
+    spec = common(fields, Defaults(131072))
     if fields.null("sliding_window"):
         return spec
     return _slide(spec, fields.size("sliding_window", 4096), frozenset(range(spec.layers)))
@@ -234,13 +234,13 @@ def mistral(fields: Fields) -> ModelSpec:
 
 def qwen2(fields: Fields) -> ModelSpec:
     """Qwen2ForCausalLM: biases on q, k and v only."""
-    return _qwen_window(fields, _common(fields, Defaults(32768), qkv_bias=True))
+    return _qwen_window(fields, common(fields, Defaults(32768), qkv_bias=True))
 
 
 def qwen2_moe(fields: Fields) -> ModelSpec:
     """Qwen2MoeForCausalLM: a shared expert; of windows, where they are on, every second layer has one."""
     bias = fields.flag("qkv_bias", True)
-    spec = _common(fields, Defaults(32768), qkv_bias=bias)
+    spec = common(fields, Defaults(32768), qkv_bias=bias)
     if fields.flag("use_sliding_window"):
         first = fields.count("max_window_layers", 28)
         kinds = _layer_types(fields, spec) or [
@@ -255,20 +255,20 @@ def qwen2_moe(fields: Fields) -> ModelSpec:
         layers=_sparse_layers(fields, spec),
         shared=fields.size("shared_expert_intermediate_size", 5632),
     )
-    return _with_experts(fields, spec, moe)
+    return with_experts(fields, spec, moe)
 
 
 def qwen3(fields: Fields) -> ModelSpec:
     """Qwen3ForCausalLM: normed query and key heads, head_dim 128 unless given."""
     bias = fields.flag("attention_bias")
-    spec = _common(fields, Defaults(32768, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm="head")
+    spec = common(fields, Defaults(32768, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm="head")
     return _qwen_window(fields, spec)
 
 
 def qwen3_moe(fields: Fields) -> ModelSpec:
     """Qwen3MoeForCausalLM: Qwen3 with routed experts, without a shared one."""
     bias = fields.flag("attention_bias")
-    spec = _common(fields, Defaults(32768), qkv_bias=bias, out_bias=bias, qk_norm="head")
+    spec = common(fields, Defaults(32768), qkv_bias=bias, out_bias=bias, qk_norm="head")
     if fields.flag("use_sliding_window"):
         spec = _slide(spec, fields.size("sliding_window", 4096), frozenset(range(spec.layers)))
     moe = MoeSpec(
@@ -278,7 +278,7 @@ def qwen3_moe(fields: Fields) -> ModelSpec:
         norm_topk=fields.flag("norm_topk_prob"),
         layers=_sparse_layers(fields, spec),
     )
-    return _with_experts(fields, spec, moe)
+    return with_experts(fields, spec, moe)
 
 
 def _sparse_layers(fields: Fields, spec: ModelSpec) -> frozenset[int]:
@@ -293,13 +293,14 @@ def _experts(fields: Fields, default: int) -> int:
     return fields.size("num_experts" if fields.has("num_experts") else "num_local_experts", default)
 
 
-def _with_experts(fields: Fields, spec: ModelSpec, moe: MoeSpec) -> ModelSpec:
+def with_experts(fields: Fields, spec: ModelSpec, moe: MoeSpec) -> ModelSpec:
+    """`spec` with these experts. Raises `ModelError` where a token would have more than there are."""
     if moe.per_token > moe.experts:
         raise fields.wrong("num_experts_per_tok", f"at most the number of experts ({moe.experts})")
     return msgspec.structs.replace(spec, moe=moe)
 
 
-def _common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
+def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
     """What all families spell alike, with further `facts` of the spec."""
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.errors import ModelError
-from core.models import pooled, read, unlisted
+from core.models import deepseek, pooled, read, unlisted
 from core.models.fields import Config, Fields
 from core.models.gguf import READ_FROM_GGUF
 from core.models.spec import Int4, ModelSpec, PoolingSpec, Task
@@ -59,6 +59,7 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "GptOssForCausalLM": Family(read.gpt_oss, renamed={".mlp.router.": ".mlp.gate."}, int4=False, mxfp4=True),
+    "Glm4MoeForCausalLM": Family(deepseek.glm4_moe, int4=False),
     "GraniteForCausalLM": Family(read.granite),
     "MixtralForCausalLM": Family(
         read.mixtral,

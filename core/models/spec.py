@@ -32,6 +32,9 @@ QkNorm = Literal["", "head", "all"]
 together; "": none."""
 
 
+Scores = Literal["softmax", "sigmoid"]
+"""Of experts, over all of a layer's together or each by itself."""
+
 Norms = Literal["before", "behind", "both"]
 """Where attention and MLP are normed: what goes in, what comes out and joins the residual, or both."""
 
@@ -117,7 +120,7 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     layers: frozenset[int]
     """Layers whose MLP is sparse; the others are dense with `ModelSpec.intermediate`."""
     shared: int = 0
-    """Width of an expert that every token has too, behind a gate of its own; 0: there is none."""
+    """Width of an expert that every token has too; 0: there is none."""
     bias: bool = False
     """Router and experts add biases."""
     clamped: ClampedGate | None = None
@@ -125,6 +128,19 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     stacked: bool = False
     """A checkpoint has the matrices of all experts in one tensor [experts, inputs, outputs], gate and up as
     every other output."""
+    shared_gate: bool = True
+    """It is multiplied by a gate of its own."""
+    scores: Scores = "softmax"
+    """With "sigmoid" experts are chosen by their scores plus a bias, which the checkpoint has, and weighed
+    without it."""
+    groups: int = 1
+    top_groups: int = 1
+    """A token's experts are of the best `top_groups` of so many groups of neighbours: those whose best expert
+    is the best, or, with "sigmoid", whose best two are together."""
+    scale: float = 1.0
+    """What weights are multiplied by in the end."""
+    exact_router: bool = False
+    """The router's logits are float32, whatever the model's dtype."""
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +218,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = "generate"
     pooling: PoolingSpec = PoolingSpec()
     max_position: int
+    more_layers: int = 0
+    """Layers behind the last in a checkpoint, which predict further tokens (MTP) and are not read."""
     dtype: str = "float32"
     stored_fp8: Fp8 = ""
     """How the checkpoint's matrices are scaled if they are e4m3."""

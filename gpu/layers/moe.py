@@ -10,7 +10,8 @@ from core.models import ModelSpec, MoeSpec
 from core.models.quant import MXFP4_GROUP
 from gpu import mxfp4
 from gpu.context import ForwardContext
-from gpu.experts import Experts
+from gpu.experts import Choice, Experts
+from gpu.layers.linear import Linear
 from gpu.layers.parameters import Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Part
@@ -26,13 +27,14 @@ def expert_scales(spec: ModelSpec, moe: MoeSpec) -> tuple[tuple[int, ...], tuple
 
 
 class SparseMlp:
-    """Softmax over all experts, the best `per_token` of them, weighted sum of their MLPs.
+    """The best `per_token` experts by the router's scores (`Choice`), weighted sum of their MLPs.
 
     The experts lie as grouped GEMM kernels want them (see `Experts`).
     """
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
         self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts}, moe.bias)
+        self._exact = moe.exact_router
         width, device = moe.intermediate, parameters.device
         dtype, scales = parameters.dtype, None
         share = 1
@@ -56,6 +58,7 @@ class SparseMlp:
             scales=scales,
             biases=_biases(spec, moe, f"{prefix}experts.", parameters) if moe.bias else None,
             clamped=moe.clamped,
+            choice=_choice(moe, prefix, parameters),
         )
         if self._experts.is_mxfp4:
             parameters.seals.append(self._pack)
@@ -98,10 +101,19 @@ class SparseMlp:
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> Part:
         """[n, hidden] to [n, hidden], or to what the next norm makes it of."""
-        logits = self._router(x, ctx.ops)
+        logits = self._router.to_float32(x, ctx.ops) if self._exact else self._router(x, ctx.ops)
         if ctx.routes is not None:
             ctx.routes.append(ctx.ops.routes(logits, self._experts))
         return ctx.ops.experts(x, logits, self._experts)
+
+
+def _choice(moe: MoeSpec, prefix: str, parameters: Parameters) -> Choice:
+    """`Experts.choice`, with its bias placed."""
+    bias = None
+    if moe.scores == "sigmoid":
+        name = f"{prefix}gate.e_score_correction_bias"
+        bias = parameters.tensor(name, moe.experts, dtype=torch.float32)
+    return Choice(bias is not None, bias, moe.groups, moe.top_groups, moe.scale)
 
 
 def _biases(
@@ -124,20 +136,23 @@ def _biases(
 
 
 class SharedExpert:
-    """sigmoid(gate(x)) · MLP(x): an expert for every token.
+    """An MLP for every token, multiplied by sigmoid(gate(x)) where it has a gate.
 
     Each rank has all of it: its result then goes into the residual as it is, and only the routed experts'
     parts are summed over ranks.
     """
 
-    def __init__(self, spec: ModelSpec, width: int, prefix: str, parameters: Parameters) -> None:
-        self._activation = spec.activation
-        own, up = f"{prefix}shared_expert.", {"gate_proj": width, "up_proj": width}
+    def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
+        self._activation, width = spec.activation, moe.shared
+        own = f"{prefix}shared_expert." if moe.shared_gate else f"{prefix}shared_experts."
+        up = {"gate_proj": width, "up_proj": width}
         self._gate_up = parameters.linear(own, spec.hidden, up, held=spec.held)
         self._down = parameters.linear(own, width, {"down_proj": spec.hidden}, held=spec.held)
-        self._gate = parameters.linear(prefix, spec.hidden, {"shared_expert_gate": 1})
+        self._gate: Linear | None = None
+        if moe.shared_gate:
+            self._gate = parameters.linear(prefix, spec.hidden, {"shared_expert_gate": 1})
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
         found = self._down(self._gate_up.gated(x, ctx.ops, self._activation), ctx.ops)
-        return found.mul_(self._gate(x, ctx.ops).sigmoid())
+        return found if self._gate is None else found.mul_(self._gate(x, ctx.ops).sigmoid())

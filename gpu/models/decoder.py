@@ -41,7 +41,7 @@ class Layer:
         if spec.moe is not None and layer in spec.moe.layers:
             self._mlp = SparseMlp(spec, spec.moe, f"{prefix}mlp.", parameters)
             if spec.moe.shared:
-                self._shared = SharedExpert(spec, spec.moe.shared, f"{prefix}mlp.", parameters)
+                self._shared = SharedExpert(spec, spec.moe, f"{prefix}mlp.", parameters)
         else:
             self._mlp = Mlp(spec, f"{prefix}mlp.", parameters)
         self.kind = (spec.window(layer), type(self._mlp))

@@ -71,7 +71,7 @@ from gpu.kernels.silu_mul import gelu_mul, silu_mul
 from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, PendingExperts, Rotation, WideNorms
 from gpu.ops.fp8 import fp8_linear
-from gpu.ops.plain import gate
+from gpu.ops.plain import gate, merits
 from gpu.state.view import StepView
 
 
@@ -280,7 +280,9 @@ class TritonOps:
     def routes(self, logits: Tensor, experts: Experts) -> Tensor:
         """See `Ops.routes`. As the kernels order them: by logit, the lowest expert first on ties, which
         bfloat16 has many of and `topk` breaks as it likes. Only steps whose routing is reported run it."""
-        return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
+        scores = logits.float().sigmoid() if experts.choice.sigmoid else logits.float()
+        ordered = merits(scores, experts.choice).sort(dim=-1, descending=True, stable=True)
+        return ordered.indices[:, : experts.top_k]
 
 
 def multiply(

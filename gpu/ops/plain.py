@@ -13,7 +13,7 @@ from core.models import ClampedGate
 from gpu import int4, mxfp4
 from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
-from gpu.experts import Experts
+from gpu.experts import Choice, Experts
 from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, Rotation, WideNorms
 from gpu.quant import quantise, quantise_groups, restore
@@ -27,6 +27,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 LORA = TorchLora()
+
+TINY = 1e-20
+"""Added to the sum that weights are divided by: sigmoids may all be 0."""
 
 
 class TorchOps:
@@ -215,7 +218,7 @@ def run_experts(x: Tensor, logits: Tensor, experts: Experts, rows: LoraRows | No
     parts = _by_expert(hidden, chosen, experts.w2, down, down_bias)
     if rows is not None:
         _add_to_pairs(hidden, chosen, experts.lora.down, rows, parts)
-    return (parts.view(*weights.shape, parts.shape[1]) * weights.unsqueeze(2)).sum(1)
+    return (parts.view(*weights.shape, parts.shape[1]) * weights.unsqueeze(2)).sum(1).to(x.dtype)
 
 
 def _add_to_pairs(x: Tensor, chosen: Tensor, lora: LoraMatrix | None, rows: LoraRows, y: Tensor) -> None:
@@ -248,9 +251,25 @@ def _by_expert(
 
 
 def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Weights and expert ids [n, top_k]; the softmax is float32 whatever the model's dtype."""
-    shares = F.softmax(logits, dim=-1, dtype=torch.float32)
-    weights, chosen = shares.topk(experts.top_k, dim=-1)
+    """Weights and expert ids [n, top_k]; scores are float32 whatever the model's dtype."""
+    choice = experts.choice
+    scores = logits.float().sigmoid() if choice.sigmoid else F.softmax(logits, dim=-1, dtype=torch.float32)
+    chosen = merits(scores, choice).topk(experts.top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
     if experts.renormalise:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.to(logits.dtype), chosen
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    return (weights * choice.scale).to(logits.dtype), chosen
+
+
+def merits(scores: Tensor, choice: Choice) -> Tensor:
+    """What experts are chosen by, of `scores` [n, experts]: -inf in groups that are not among the best, the
+    first ones on ties."""
+    if choice.bias is not None:
+        scores = scores + choice.bias
+    if choice.groups == 1:
+        return scores
+    grouped = scores.view(len(scores), choice.groups, -1)
+    worth = grouped.topk(2 if choice.sigmoid else 1, dim=-1).values.sum(-1)
+    best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : choice.top_groups]
+    closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(closed[:, :, None], float("-inf")).flatten(1)

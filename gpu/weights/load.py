@@ -45,7 +45,8 @@ def load_model(
             return model
         stacked = spec.moe is not None and spec.moe.stacked
         names = Names(renamed=family.renamed, fused=family.fused, stacked=stacked)
-        filler = Filler(places, copier(device), family.base, family.unused, names, model.slices)
+        further = tuple(f"model.layers.{spec.layers + i}." for i in range(spec.more_layers))
+        filler = Filler(places, copier(device), family.base, family.unused + further, names, model.slices)
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)
         else:
@@ -55,13 +56,7 @@ def load_model(
             for name, place in places.items():
                 if name.endswith("norm.weight"):
                     place.add_(spec.norm_offset)
-        if filler.skipped:
-            log.info(
-                "%d tensors are not used (%s, ...): %s is served as a language model alone",
-                len(filler.skipped),
-                filler.skipped[0],
-                spec.architecture,
-            )
+        _tell_skipped(filler.skipped, spec.architecture, further)
         if filler.quantised and spec.fp8 == spec.stored_fp8:  # not by the operator's --quantization
             log.warning(
                 "%d matrices are not in FP8 as the others of this checkpoint, or not scaled so, and were "
@@ -73,6 +68,19 @@ def load_model(
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
             torch.cuda.empty_cache()  # what was quantised in passing
         return model
+
+
+def _tell_skipped(skipped: list[str], architecture: str, further: tuple[str, ...]) -> None:
+    """Log which tensors of a checkpoint belong to nothing here: those that begin as one of `further` are of
+    layers behind the last."""
+    if not skipped:
+        return
+    how = "as a language model alone"
+    if any(name.startswith(further) for name in skipped):
+        how = "without its layers for multi-token prediction"
+    log.info(
+        "%d tensors are not used (%s, ...): %s is served %s", len(skipped), skipped[0], architecture, how
+    )
 
 
 def _through_transformers(

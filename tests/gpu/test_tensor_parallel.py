@@ -104,6 +104,7 @@ def answers(path: Path, tp: int, depth: int = 1) -> list[Answer]:
         ("olmo2-yarn", 2, {}),
         ("olmo3", 4, {}),
         ("gemma2", 2, {"num_hidden_layers": 2}),
+        ("glm4-moe", 2, {"num_hidden_layers": 2}),
         ("qwen3-moe-mixed", 2, {}),
         ("qwen3-moe", 4, {}),
         ("gpt-oss", 2, {"num_hidden_layers": 2}),

@@ -131,6 +131,22 @@ def test_every_parameter_is_filled_from_any_number_of_files(name: str, tmp_path:
             torch.testing.assert_close(place, state[key], rtol=0, atol=0)
 
 
+def test_layers_that_predict_further_tokens_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_model.build("glm4-moe-one-group", tmp_path).path
+    tensors = load_file(path / "model.safetensors")
+    more = {f"model.layers.2.{name}.weight": torch.ones(3) for name in ("enorm", "shared_head.norm")}
+    save_file(tensors | more, path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("INFO"):
+        load(path)
+    assert "without its layers for multi-token prediction" in caplog.text
+    beyond = {"model.layers.3.enorm.weight": torch.ones(3)}  # of the one that the config has
+    save_file(tensors | beyond, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.3\.enorm"):
+        load(path)
+
+
 def test_places_cover_every_parameter_once(made: Path) -> None:
     spec = spec_of(made)
     model = load_model(spec, None, torch.float32, CPU)

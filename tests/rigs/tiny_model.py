@@ -43,6 +43,19 @@ _MOE: dict[str, Any] = {
     "head_dim": 16,
 }
 
+_GROUPED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+"""Experts in groups, as DeepSeek has them."""
+
 _GEMMA: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": 20,
@@ -162,6 +175,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {**_GROUPED, "use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "glm4-moe-one-group": (
+        "Glm4Moe",
+        {**_GROUPED, "norm_topk_prob": False, "n_shared_experts": 2, "num_hidden_layers": 2},
+    ),
     # Sizes divisible by 128, for FP8 in blocks.
     "qwen3-moe-wide": (
         "Qwen3Moe",
@@ -225,6 +246,9 @@ def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: Any) 
                 weight.normal_(0.0, 0.2)
             elif key.endswith("sinks"):  # beside which scores are not nothing
                 weight.normal_(1.0, 1.0)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return Tiny(directory, model)
 

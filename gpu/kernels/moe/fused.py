@@ -6,7 +6,8 @@ above               route, scatter, gate_up, down, moe_sum              5
 
 MXFP4 weights go by the grouped products at any number of rows. FP8 weights multiply rows that are quantised
 first, 2 launches more; `few_rows_moe` widens them instead, since reading them is its time. Adapters are a
-launch more in front of each GEMM, and few rows take these GEMMs too.
+launch more in front of each GEMM, and few rows take these GEMMs too, as they do where experts are not the
+best of a plain softmax (`Choice`).
 """
 
 from __future__ import annotations
@@ -55,14 +56,17 @@ def fused_moe(
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   the normed [T, hidden], or the sum, in x's dtype
     """
-    if config.small and not experts.is_mxfp4 and (adapters is None or not any(experts.lora)):
+    few = config.small and experts.choice.plain and not experts.is_mxfp4
+    if few and (adapters is None or not any(experts.lora)):
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
         if after is None:
             return total
         residual, norm, eps = after
         return rms_norm(total, norm, eps, residual=residual, keep=keep, num_rows=num_rows, pdl=pdl)
-    w13, w2, top_k, renormalise, _, scales, lora, biases, clamped = experts
-    routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
+    w13, w2, top_k, renormalise, _, scales, lora, biases, clamped, choice = experts
+    routing, tiles = route(
+        logits, top_k, config.block_m, renormalise=renormalise, choice=choice, num_rows=num_rows, pdl=pdl
+    )
     tall, up, low = config.block_m, config.up, config.down
 
     def delta(rows: Tensor, at: int, after: int) -> tuple[PairDelta, PairDeltaShape] | None:

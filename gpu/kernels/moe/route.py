@@ -26,6 +26,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpu.experts import PLAIN, Choice
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, options, pow2, true_rows
 
 SMALL = 128
@@ -38,6 +39,9 @@ CHUNKS = 128
 """Chunks at most; each program of `scatter` reads all histograms (32 KiB at 128 experts), at once."""
 
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))
+
+_TINY: tl.constexpr = tl.constexpr(1e-20)
+"""Added to a sum of sigmoids, which may all be 0."""
 
 
 class Routing(NamedTuple):
@@ -53,18 +57,26 @@ class Routing(NamedTuple):
 
 class Router(NamedTuple):
     """Constants of a kernel that routes. `renormalise` makes a row's weights sum to 1; the blocks are
-    powers of two of at least `experts` and `top_k`."""
+    powers of two of at least `experts`, `top_k` and `groups`. The others are those of `Choice`."""
 
     experts: int
     top_k: int
     renormalise: bool
     block_e: int
     block_k: int
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    block_g: int = 2
+    scale: float = 1.0
 
 
-def router(experts: int, top_k: int, renormalise: bool) -> Router:
+def router(experts: int, top_k: int, renormalise: bool, choice: Choice = PLAIN) -> Router:
     """With the blocks that its sizes need."""
-    return Router(experts, top_k, renormalise, max(pow2(experts), 16), max(pow2(top_k), 2))
+    sigmoid, _, groups, top_groups, scale = choice
+    blocks = max(pow2(experts), 16), max(pow2(top_k), 2)
+    block_g = max(pow2(groups), 2)
+    return Router(experts, top_k, renormalise, *blocks, sigmoid, groups, top_groups, block_g, scale)
 
 
 class Tiles(NamedTuple):
@@ -80,8 +92,35 @@ class Tiles(NamedTuple):
 
 
 @jit
+def _close_groups(merit: tl.tensor, e: tl.tensor, ROUTER: tl.constexpr) -> tl.tensor:
+    """`merit` [rows, block_e] of experts `e`, -inf outside the best groups, the first ones on ties. Groups
+    may have any size: each is a mask over all experts."""
+    E: tl.constexpr = ROUTER.experts
+    EACH: tl.constexpr = ROUTER.experts // ROUTER.groups
+    BLOCK_E: tl.constexpr = ROUTER.block_e
+    BLOCK_G: tl.constexpr = ROUTER.block_g
+    g = tl.arange(0, BLOCK_G)[None, :]
+    worth = tl.zeros([merit.shape[0], BLOCK_G], tl.float32) - float("inf")
+    for i in tl.static_range(ROUTER.groups):
+        own = tl.where((e // EACH == i) & (e < E), merit, float("-inf"))
+        best = tl.max(own, 1)
+        if ROUTER.sigmoid:
+            index = tl.min(tl.where(own == best[:, None], e, BLOCK_E), 1)
+            best += tl.max(tl.where(e == index[:, None], float("-inf"), own), 1)
+        worth = tl.where(g == i, best[:, None], worth)
+    is_open = (merit != merit) & (e < 0)
+    for _ in tl.static_range(ROUTER.top_groups):
+        best = tl.max(worth, 1)
+        index = tl.min(tl.where(worth == best[:, None], g, BLOCK_G), 1)
+        is_open = is_open | (e // EACH == index[:, None])
+        worth = tl.where(g == index[:, None], float("-inf"), worth)
+    return tl.where(is_open, merit, float("-inf"))
+
+
+@jit
 def _best(
     logits: tl.tensor,
+    bias: tl.tensor | None,
     rows: tl.tensor,
     live: tl.tensor,
     ROUTER: tl.constexpr,
@@ -93,12 +132,19 @@ def _best(
     BLOCK_K: tl.constexpr = ROUTER.block_k
     e = tl.arange(0, BLOCK_E)[None, :]
     j = tl.arange(0, BLOCK_K)[None, :]
-    packed: tl.constexpr = logits.dtype.element_ty == tl.bfloat16
+    packed: tl.constexpr = logits.dtype.element_ty == tl.bfloat16 and not ROUTER.sigmoid
     at = logits + rows.to(tl.int64)[:, None] * E + e
     x = tl.load(at, mask=live[:, None] & (e < E), other=0.0).to(tl.float32) + 0.0
+    if ROUTER.sigmoid:
+        x = tl.sigmoid(x)
+    merit = x
+    if bias is not None:
+        merit = x + tl.load(bias + e, mask=e < E, other=0.0)
+    if ROUTER.groups > 1:
+        merit = _close_groups(merit, e, ROUTER)
     # Integers in the order of the values (+ 0.0 above makes -0 equal to 0), the lowest expert first on
     # ties. A bfloat16 leaves room for the expert in the same word, so that one reduction finds both.
-    word = x.to(tl.int32, bitcast=True)
+    word = merit.to(tl.int32, bitcast=True)
     order = tl.maximum(word ^ ((word >> 31) & 0x7FFFFFFF), _LEAST + 1)
     if packed:
         order = (order & -65536) | (BLOCK_E - e)
@@ -113,15 +159,21 @@ def _best(
         else:
             index = tl.min(tl.where(order == top[:, None], e, BLOCK_E), 1)
         best = (top ^ ((top >> 31) & (0x7FFF0000 if packed else 0x7FFFFFFF))).to(tl.float32, bitcast=True)
+        if ROUTER.sigmoid:
+            best = tl.sum(tl.where(e == index[:, None], x, 0.0), 1)
         value = tl.where(j == i, best[:, None], value)
         expert = tl.where(j == i, index[:, None], expert)
         order = tl.where(e == index[:, None], _LEAST, order)
-    top = tl.max(value, 1)[:, None]
-    share = tl.where(j < K, tl.exp(value - top), 0.0)
-    total = tl.sum(share, 1)[:, None]
-    if not ROUTER.renormalise:
-        total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 1)[:, None]
-    weight = tl.where(live[:, None], share / total, 0.0)
+    if ROUTER.sigmoid:
+        share = tl.where(j < K, value, 0.0)
+        total = tl.sum(share, 1)[:, None] + _TINY if ROUTER.renormalise else 1.0
+    else:
+        top = tl.max(value, 1)[:, None]
+        share = tl.where(j < K, tl.exp(value - top), 0.0)
+        total = tl.sum(share, 1)[:, None]
+        if not ROUTER.renormalise:
+            total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 1)[:, None]
+    weight = tl.where(live[:, None], share / total * ROUTER.scale, 0.0)
     expert = tl.where(live[:, None] & (j < K), expert, -1)
     return weight, expert, live[:, None] & (order == _LEAST) & (e < E)
 
@@ -138,6 +190,7 @@ def _bits(word: tl.tensor) -> tl.tensor:
 @jit
 def _route_rows(
     logits: tl.tensor,
+    bias: tl.tensor | None,
     routing: Routing,
     rows: tl.tensor,
     last: tl.tensor,
@@ -148,7 +201,7 @@ def _route_rows(
     which were taken, as `_best`."""
     K: tl.constexpr = ROUTER.top_k
     j = tl.arange(0, ROUTER.block_k)[None, :]
-    weight, expert, taken = _best(logits, rows, rows < tl.minimum(n, last), ROUTER)
+    weight, expert, taken = _best(logits, bias, rows, rows < tl.minimum(n, last), ROUTER)
     at = rows[:, None] * K + j
     inside = (rows < last)[:, None] & (j < K)
     tl.store(routing.weights + at, weight, mask=inside)
@@ -197,6 +250,7 @@ def _write_blocks(
 @jit_loose("rows")
 def _choose(
     logits: tl.tensor,
+    bias: tl.tensor | None,
     routing: Routing,
     num_rows: tl.tensor,
     rows: int,
@@ -206,7 +260,7 @@ def _choose(
 ) -> None:
     begin(PDL)
     row = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    _route_rows(logits, routing, row, rows, true_rows(num_rows, rows), ROUTER)
+    _route_rows(logits, bias, routing, row, rows, true_rows(num_rows, rows), ROUTER)
 
 
 @jit_loose("count", "total")
@@ -242,6 +296,7 @@ def _sort(
 @jit_loose("rows", "chunk")
 def _route(
     logits: tl.tensor,
+    bias: tl.tensor | None,
     routing: Routing,
     ranks: tl.tensor,
     hist: tl.tensor,
@@ -265,7 +320,7 @@ def _route(
         # before one are a mask and a count of bits. A scan over rows would cost a trip through shared memory
         # a warp.
         rows_here = first + tl.arange(0, SPAN)
-        chosen, taken = _route_rows(logits, routing, rows_here, last, n, ROUTER)
+        chosen, taken = _route_rows(logits, bias, routing, rows_here, last, n, ROUTER)
         bit = tl.full([SPAN], 1, tl.uint64) << tl.arange(0, SPAN).to(tl.uint64)
         words = tl.sum(tl.where(taken, bit[:, None], 0), 0)
         expert = tl.reshape(chosen, [SPAN * BLOCK_K])
@@ -334,16 +389,18 @@ def route(
     block_m: int,
     *,
     renormalise: bool = True,
+    choice: Choice = PLAIN,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[Routing, Tiles]:
-    """Softmax over all experts, the best `top_k`, and their pairs in tiles of at most `block_m` rows.
+    """The best `top_k` experts by `choice`, and their pairs in tiles of at most `block_m` rows.
 
-    `logits` float [T, experts], contiguous; the softmax is float32. `renormalise` makes a row's weights
-    sum to 1. `num_rows` int32 [1] on the device: rows from there on go to expert -1 and into no tile.
+    `logits` float [T, experts], contiguous; scores are float32. `renormalise` makes a row's weights
+    sum to 1, before they are scaled. `num_rows` int32 [1] on the device: rows from there on go to expert -1
+    and into no tile.
     """
     rows, experts = logits.shape
-    use = router(experts, top_k, renormalise)
+    use = router(experts, top_k, renormalise, choice)
     total = max_blocks(rows, experts, top_k, block_m)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -353,7 +410,7 @@ def route(
     tiles = Tiles(empty(rows * top_k), empty(4, total))
     if rows <= SMALL:
         _choose[(cdiv(rows, 4),)](
-            logits, routing, num_rows, rows, SPAN=4, ROUTER=use, **launch_options(pdl, 4)
+            logits, choice.bias, routing, num_rows, rows, SPAN=4, ROUTER=use, **launch_options(pdl, 4)
         )
         span = 16
         _sort[(cdiv(rows * top_k, span) + 1,)](
@@ -374,6 +431,7 @@ def route(
     ranks, hist = empty(rows, top_k), empty(chunks, use.block_e, dtype=torch.int16)
     _route[(chunks,)](
         logits,
+        choice.bias,
         routing,
         ranks,
         hist,

@@ -8,7 +8,7 @@ import torch
 
 from core.plan import Chunk
 from core.request import SamplingParams
-from gpu.experts import Experts
+from gpu.experts import PLAIN, Choice, Experts
 from gpu.kernels.moe.route import route
 from gpu.ops.fused import TritonOps
 from tests.rigs import tiny_model
@@ -19,15 +19,20 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("rows", "experts", "top_k"), [(3, 128, 8), (40, 20, 3)])
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k", "choice"),
+    [(3, 128, 8, PLAIN), (40, 20, 3, PLAIN), (40, 20, 3, Choice(True, torch.zeros(20), 5, 2))],
+)
 def test_routes_are_the_kernels(
-    rows: int, experts: int, top_k: int, kind: torch.dtype, device: torch.device
+    rows: int, experts: int, top_k: int, choice: Choice, kind: torch.dtype, device: torch.device
 ) -> None:
+    if choice.bias is not None:
+        choice = choice._replace(bias=choice.bias.to(device))
     logits = (torch.randn(rows, experts, device=device) * 4).round().to(kind)  # most rows have ties
-    ran = route(logits, top_k, 16)[0].experts
+    ran = route(logits, top_k, 16, choice=choice)[0].experts
     weights = torch.empty(0, device=device)
     ops = TritonOps.__new__(TritonOps)  # what it chooses depends on no step
-    told = ops.routes(logits, Experts(weights, weights, top_k, True, "silu"))
+    told = ops.routes(logits, Experts(weights, weights, top_k, choice=choice))
     assert told.tolist() == ran.tolist()
 
 

@@ -145,6 +145,7 @@ FAMILIES = (
     "llama-llama3",  # head_dim 24
     "llama-dynamic",
     "gemma3",
+    "glm4-moe",
     "mistral",
     "olmo3",
     "qwen2",

@@ -7,8 +7,10 @@ import torch
 
 from bench.kernels import reference
 from bench.kernels.inputs import scalar
+from gpu.experts import Choice, Experts
 from gpu.kernels.jit import cdiv, pow2_divisor
 from gpu.kernels.moe.route import max_blocks, route
+from gpu.ops import plain
 
 
 def expected_blocks(experts: torch.Tensor, count: int, block_m: int) -> list[tuple[int, ...]]:
@@ -66,6 +68,47 @@ def test_weights_that_are_not_renormalised(device: torch.device) -> None:
     logits = torch.randn(3, 12, device=device)
     routing, _ = route(logits, 2, 16, renormalise=False)
     torch.testing.assert_close(routing.weights, reference.route(logits, 2, False)[0])
+
+
+CHOICES = {
+    "V3": (16, Choice(sigmoid=True, groups=4, top_groups=2, scale=2.5)),
+    "one group": (20, Choice(sigmoid=True, scale=1.5)),
+    "V2": (15, Choice(groups=5, top_groups=2, scale=16.0)),  # groups of 3, no power of two
+}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("name", CHOICES)
+def test_scores_with_a_bias_in_groups(
+    name: str, renormalise: bool, kind: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plain operations, by few rows' kernel and by that of many."""
+    experts, choice = CHOICES[name]
+    if choice.sigmoid:
+        choice = choice._replace(bias=torch.randn(experts, device=device))
+    logits = torch.randn(19, experts, device=device).to(kind)
+    logits[17:] = float("nan")  # padded rows may hold anything
+    layer = Experts(logits, logits, 3, renormalise, choice=choice)
+    weights, chosen = plain.route(logits[:17].float(), layer)
+    for most in (19, 2):
+        monkeypatch.setattr("gpu.kernels.moe.route.SMALL", most)
+        routing, tiles = route(
+            logits, 3, 16, renormalise=renormalise, choice=choice, num_rows=scalar(17, device)
+        )
+        assert routing.experts.tolist() == [*chosen.tolist(), [-1] * 3, [-1] * 3]
+        torch.testing.assert_close(routing.weights[:17], weights)
+        assert torch.equal(tiles.pairs[:51].long(), chosen.flatten().argsort(stable=True))
+
+
+def test_groups_of_logits_that_are_no_numbers(device: torch.device) -> None:
+    """No expert is out of bounds: an address that is would cost the process its device."""
+    _, choice = CHOICES["V3"]
+    logits = torch.full((2, 16), float("nan"), device=device)
+    logits[1] = -float("inf")
+    bias = torch.zeros(16, device=device)
+    routing, _ = route(logits, 3, 16, choice=choice._replace(bias=bias))
+    assert bool(((routing.experts >= 0) & (routing.experts < 16)).all())
 
 
 def test_the_table_holds_the_worst_case() -> None:
