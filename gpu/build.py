@@ -186,9 +186,8 @@ def build_executor(
     sizes = sizes._replace(context=min(sizes.context, memory.tokens))
 
     def make_pool(device: torch.device) -> KvPool:
-        heads = (spec.kv_heads, spec.head_dim)
         kept = page_dtype(cache, dtype)
-        return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, kept, device)
+        return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, spec.kv_shape, kept, device)
 
     progress("pool", 0.0)
     each: list[Parts] = []
@@ -389,6 +388,10 @@ def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:
         raise ConfigError(f"{flag} needs a GPU (--device cuda): a CPU attends in its own dtype alone.")
     if not spec.causal:
         raise ConfigError(f"{flag}: {spec.architecture} keeps no keys and values.")
+    if spec.latent is not None:
+        raise ConfigError(
+            f"{flag}: {spec.architecture} keeps latents (MLA), which are held in the model's dtype alone."
+        )
     if target.facts.capability < LEAST_FP8:
         have, least = ("{}.{}".format(*pair) for pair in (target.facts.capability, LEAST_FP8))
         raise ConfigError(f"{flag} needs compute capability {least}, {target.facts.name} has {have}.")

@@ -121,6 +121,9 @@ def device_needs(
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """The most that one token of a step holds at once."""
     attention = 3 * spec.q_size + 2 * spec.kv_size
+    if (latent := spec.latent) is not None:  # queries before and behind the latents, results likewise
+        each = latent.query_dim + spec.head_dim + latent.kv_rank + latent.value_dim
+        attention = spec.heads * each + latent.q_rank + spec.head_dim
     mlp = 3 * spec.intermediate
     if (moe := spec.moe) is not None:
         routed = moe.per_token * (moe.intermediate + spec.hidden) + 2 * moe.experts
@@ -206,7 +209,7 @@ def plan_memory(
             )
     size = cache.page_size
     kept = page_dtype(cache, dtype)
-    page_bytes = KvPool.page_bytes(spec.kv_layers, size, (spec.kv_heads, spec.head_dim), kept)
+    page_bytes = KvPool.page_bytes(spec.kv_layers, size, spec.kv_shape, kept)
     page_bytes += 0 if needs is None else needs.page
     plan = MemoryPlan(available, weights, page_bytes, 0, size, needs or Needs(), _name(kept), kinds)
     if cache.kv_tokens:

@@ -94,6 +94,13 @@ def _check_groups(spec: ModelSpec, int4: Int4) -> None:
 def _check_blocks(spec: ModelSpec, asked: str, instead: str) -> None:
     """Raises `ConfigError` for a model some of whose matrices would stay as they are, however large."""
     sizes = {"hidden_size": spec.hidden, "queries": spec.q_size, "keys": spec.kv_size}
+    if (latent := spec.latent) is not None:  # what makes latents is no multiple, and small
+        sizes = {
+            "hidden_size": spec.hidden,
+            "q_lora_rank": latent.q_rank,
+            "queries": spec.heads * latent.query_dim,
+            "values": spec.heads * latent.value_dim,
+        }
     moe = spec.moe
     if moe is not None:
         sizes["moe_intermediate_size"] = moe.intermediate

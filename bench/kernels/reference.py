@@ -136,7 +136,7 @@ def decode_attention(
     k_all, v_all = cache
     rows, heads, _ = q.shape
     group = heads // k_all.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    out = torch.zeros(rows, heads, v_all.shape[2], dtype=torch.float32, device=q.device)
     lse = torch.zeros(rows, heads, dtype=torch.float32, device=q.device)
     for row, length in enumerate(lengths):
         if length == 0:
@@ -178,7 +178,7 @@ def prefill_attention(
     """
     k_all, v_all = cache
     group = q.shape[1] // k_all.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    out = torch.zeros(*q.shape[:2], v_all.shape[2], dtype=torch.float32, device=q.device)
     for own, (first, start, count) in zip(pages, chunks, strict=True):
         at = torch.arange(start + count, device=q.device)
         cells = own.long()[at // page_size] * page_size + at % page_size

@@ -250,7 +250,7 @@ def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
             layout = AdapterLayout([each.shape for each in model.adaptable], adapters, dtype)
             layout.bind(torch.empty(adapters.places, layout.bytes, dtype=torch.uint8), model.adaptable)
         runner.use_model(model if rank is None else RankModel(model, rank))
-        heads = (spec.kv_heads, spec.head_dim)
+        heads = spec.kv_shape
         runner.use_pool(KvPool(spec.layers, PAGES, steps.page, heads, steps.kv or dtype, CPU))
         runner.prepare()
 

@@ -6,7 +6,7 @@ import msgspec
 
 from core.models.fields import Config, Fields
 from core.models.read import Defaults, common, with_experts
-from core.models.spec import ModelSpec, MoeSpec, Scores
+from core.models.spec import LatentSpec, ModelSpec, MoeSpec, Scores
 
 _GLM_4_5: Config = {
     "first_k_dense_replace": 1,
@@ -33,10 +33,93 @@ def glm4_moe(fields: Fields) -> ModelSpec:
     return _with_groups(fields, spec, "sigmoid")
 
 
+_V2: Config = {
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 1407,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,  # of both published models; transformers has no default
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+_V3: Config = {
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+
+
+def deepseek_v2(fields: Fields) -> ModelSpec:
+    """DeepseekV2ForCausalLM: latent attention; experts by a softmax, of all or of the best groups."""
+    fields = fields.over(_V2)
+    _only(fields, "scoring_func", "softmax")
+    for name in ("norm_topk_prob", "mlp_bias"):  # transformers reads over the first
+        if fields.flag(name):
+            raise fields.wrong(name, "false")
+    method = fields.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.wrong("topk_method", "greedy or group_limited_greedy")
+    if method == "greedy":
+        fields = Fields({**fields.without("n_group", "topk_group"), "n_group": 1, "topk_group": 1})
+    return _with_groups(fields, _with_latents(fields, Defaults(2048, head_dim=64)), "softmax")
+
+
+def deepseek_v3(fields: Fields) -> ModelSpec:
+    """DeepseekV3ForCausalLM, of DeepSeek V3 and R1 and of Kimi K2: latent attention; experts by sigmoids."""
+    fields = fields.over(_V3)
+    _only(fields, "scoring_func", "sigmoid")
+    _only(fields, "topk_method", "noaux_tc")
+    return _with_groups(fields, _with_latents(fields, Defaults(4096, head_dim=64)), "sigmoid")
+
+
+def _only(fields: Fields, name: str, served: str) -> None:
+    if fields.text(name, served) != served:
+        raise fields.wrong(name, served)
+
+
+def _with_latents(fields: Fields, defaults: Defaults) -> ModelSpec:
+    """What is not of experts. There are no KV heads, whatever `num_key_value_heads` says."""
+    if fields.size("moe_layer_freq", 1) != 1:
+        raise fields.wrong("moe_layer_freq", "1")
+    bias = fields.flag("attention_bias")
+    own = Fields(fields.without("num_key_value_heads"))
+    spec = common(own, defaults, qkv_bias=bias, out_bias=bias)
+    latent = LatentSpec(
+        kv_rank=fields.size("kv_lora_rank", 512),
+        rope_dim=fields.size("qk_rope_head_dim", 64),
+        nope_dim=fields.size("qk_nope_head_dim", 128),
+        value_dim=fields.size("v_head_dim", 128),
+        q_rank=0 if fields.null("q_lora_rank") else fields.size("q_lora_rank"),
+        interleaved=fields.flag("rope_interleave", True),
+    )
+    if latent.rope_dim % 2:
+        raise fields.wrong("qk_rope_head_dim", "even")
+    return msgspec.structs.replace(
+        spec,
+        kv_heads=1,
+        head_dim=latent.kv_rank + latent.rope_dim,
+        attention_scale=latent.query_dim**-0.5 * spec.rope.scores_factor,
+        latent=latent,
+    )
+
+
 def _with_groups(fields: Fields, spec: ModelSpec, scores: Scores) -> ModelSpec:
     """`spec` with routed and shared experts in all layers behind the first few. `fields` have all that these
     are read from."""
-    experts, groups, open_groups = map(fields.size, ("n_routed_experts", "n_group", "topk_group"))
+    experts, groups = fields.size("n_routed_experts"), fields.size("n_group", 1)
+    open_groups = fields.size("topk_group", 1)
     if experts % groups or (scores == "sigmoid" and groups > 1 and experts == groups):
         raise fields.wrong(
             "n_group", f"a divisor of n_routed_experts ({experts}), of at least 2 experts each"

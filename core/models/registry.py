@@ -47,6 +47,8 @@ _ENCODERS = {
 _POOLERS = ("pooler.", "bert.pooler.", "roberta.pooler.", "cls.", "lm_head.")
 
 FAMILIES: Mapping[str, Family] = {
+    "DeepseekV2ForCausalLM": Family(deepseek.deepseek_v2, int4=False),
+    "DeepseekV3ForCausalLM": Family(deepseek.deepseek_v3, int4=False),
     "Gemma2ForCausalLM": Family(read.gemma2),
     "Gemma3ForCausalLM": Family(read.gemma3),
     "Gemma3ForConditionalGeneration": Family(

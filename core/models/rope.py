@@ -75,6 +75,8 @@ def _read(fields: Fields, rope: Fields, max_position: int, theta: float) -> Rope
     factor = rope.number("factor", max_position / original if kind == "yarn" else None)
     if kind == "yarn":
         more["attention_factor"] = _yarn_attention(rope, factor)
+        if rope.has("mscale_all_dim"):
+            more["scores_factor"] = _yarn_scale(factor, rope.number("mscale_all_dim")) ** 2
     return msgspec.structs.replace(spec, kind=kind, factor=factor, **more)
 
 
@@ -91,15 +93,17 @@ def _flatten(fields: Fields, name: str) -> Config:
 
 def _yarn_attention(rope: Fields, factor: float) -> float:
     """Scale of cos and sin: YaRN (arXiv 2309.00071), section 3.4, with DeepSeek's two mscales."""
-
-    def scale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.has("attention_factor"):
         return rope.number("attention_factor")
     if rope.has("mscale") and rope.has("mscale_all_dim"):
-        return scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
-    return scale(1.0)
+        both = (rope.number(name) for name in ("mscale", "mscale_all_dim"))
+        one, all_dim = (_yarn_scale(factor, mscale) for mscale in both)
+        return one / all_dim
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(rope: Fields, max_position: int, original: int) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Scales cos and sin (yarn, longrope)."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    scores_factor: float = 1.0
+    """What DeepSeek multiplies scores by, too (yarn)."""
     long: bool = False
     """longrope: what wavelengths are stretched by where no text is longer than `original_max`, and where some
     may be (`long`). A text does not change from one to the other as it grows, as it does in transformers:
@@ -141,6 +143,30 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What weights are multiplied by in the end."""
     exact_router: bool = False
     """The router's logits are float32, whatever the model's dtype."""
+
+
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434). A token's keys and values are made of
+    one latent of `kv_rank` numbers, and all heads share a rotated key of `rope_dim` beside it.
+
+    Its `ModelSpec` describes attention over the latents: one KV head of kv_rank + rope_dim, the first kv_rank
+    of which are the values."""
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    """Of a head's query and key, what is not rotated; in front of what is."""
+    value_dim: int
+    """Of a head's values."""
+    q_rank: int = 0
+    """Queries are made of so many numbers, which are normed; 0: of the hidden state."""
+    interleaved: bool = True
+    """Neighbouring dimensions rotate together, not those half of `rope_dim` apart."""
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head's query, before it meets the latents."""
+        return self.nope_dim + self.rope_dim
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +239,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_cap: float = 0.0
     """The same of logits."""
     moe: MoeSpec | None = None
+    latent: LatentSpec | None = None
+    """None: keys and values are held for each head."""
     encoder: EncoderSpec | None = None
     """None: tokens see only those before them."""
     task: Task = "generate"
@@ -289,6 +317,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_heads * self.head_dim
 
     @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Of a layer's KV cache: KV heads, head_dim, and how many of a key's first columns are its value; 0:
+        values lie beside keys, as wide."""
+        return self.kv_heads, self.head_dim, self.latent.kv_rank if self.latent else 0
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that rope is for, of which it may rotate a part."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the embedding and of the head that a rank has room for."""
         return -(-self.vocab_size // self.ranks)
@@ -335,12 +374,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             total += self.max_position * self.hidden
         return total
 
+    def _attention_parameters(self) -> int:
+        """Those of one layer."""
+        if (latent := self.latent) is None:
+            return self.hidden * (2 * self.q_size + 2 * self.kv_size)
+        queries = self.heads * latent.query_dim
+        made = latent.q_rank * (self.hidden + queries) if latent.q_rank else self.hidden * queries
+        values = self.heads * latent.value_dim
+        up = latent.kv_rank * (self.heads * latent.nope_dim + values)
+        return made + self.hidden * (self.head_dim + values) + up
+
     def num_parameters(self) -> int:
         """Weights to hold, tied ones once. Biases and norms are left out: under 0.1%."""
         if self.parameters:
             return self.parameters
         total = self.table_parameters()
-        attention = self.hidden * (2 * self.q_size + 2 * self.kv_size)
+        attention = self._attention_parameters()
         for layer in range(self.layers):
             total += attention
             if self.moe is not None and layer in self.moe.layers:

@@ -15,7 +15,8 @@ from gpu.state.view import StepView
 Phase = Literal["prefill", "decode"]
 
 Cache = tuple[Tensor, Tensor]
-"""K and V of a layer, each [tokens, kv_heads, head_dim]: views of the pool, pages flattened to tokens."""
+"""K and V of a layer, each [tokens, kv_heads, head_dim]: views of the pool, pages flattened to tokens. Of
+latents V is [tokens, 1, values], a view of K's first columns."""
 
 
 class AttentionBackend(Protocol):
@@ -36,8 +37,9 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None = None) -> Tensor:
-        """`q` [N, heads, head_dim], rotated, to [N, heads * head_dim], valid until the next call. Rows behind
-        the true ones are arbitrary. `sinks` [heads] are scores of a key more, which has no value."""
+        """`q` [N, heads, head_dim], rotated, to [N, heads * head_dim], over latents to [N, heads * values],
+        valid until the next call. Rows behind the true ones are arbitrary. `sinks` [heads] are scores of a
+        key more, which has no value."""
         ...
 
 
@@ -45,7 +47,8 @@ class TorchBackend(AttentionBackend, Protocol):
     """A backend in plain torch, which lays out K and V itself."""
 
     def store(self, layer: int, kv: Tensor) -> None:
-        """Keep K, rotated, and V of the planned step's rows: `kv` [N, 2, kv_heads, head_dim]."""
+        """Keep K, rotated, and V of the planned step's rows: `kv` [N, 2, kv_heads, head_dim], of latents
+        [N, 1, 1, head_dim]."""
         ...
 
 
@@ -72,6 +75,8 @@ class AttentionConfig(NamedTuple):
     max_rows      tokens of decode rows in the largest graph
     query         the most tokens of a decode row
     sinks         whether layers have them
+    values        columns of a key that are its value, where keys are latents of one KV head (MLA); 0: V has
+                  columns of its own
     trees         whether a decode row's drafts may be trees
     dtype         of queries and results
     gpu           the device's compute capability and number of multiprocessors
@@ -99,6 +104,7 @@ class AttentionConfig(NamedTuple):
     query: int = 1
     trees: bool = False
     sinks: bool = False
+    values: int = 0
 
 
 def attention_config(
@@ -117,6 +123,7 @@ def attention_config(
         gpu=gpu,
         scale=spec.softmax_scale,
         cap=spec.attention_cap,
+        values=spec.kv_shape[2],
         pdl=gpu.capability >= HOPPER,
         sinks=spec.sinks,
     )

@@ -62,6 +62,8 @@ ROTATION = (1.0, 1e4, 0)
 
 def check_flashinfer(name: str, config: AttentionConfig) -> None:
     """Raises `ConfigError` where FlashInfer's kernel of that name cannot run, whatever its sizes."""
+    if config.values:
+        raise ConfigError(f"{name} reads keys and values apart, and MLA has latents that are both.")
     if find_spec("flashinfer") is None:
         raise ConfigError("flashinfer is not installed: pip install 'loom-serve[cuda]'.")
     if config.gpu.capability != HOPPER:

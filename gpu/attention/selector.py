@@ -59,7 +59,8 @@ class PhasedAttention:
 
     def attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionBackend.attend`."""
-        out, cache = q.new_empty(len(q), q.shape[1] * q.shape[2]), self._caches[layer]
+        cache = self._caches[layer]
+        out = q.new_empty(len(q), q.shape[1] * cache[1].shape[2])
         if view.max_decode:  # before the chunks, whose rows it may write
             self._decode.attend(layer, q, cache, view, out, sinks)
         if view.max_chunks:

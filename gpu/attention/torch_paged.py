@@ -64,10 +64,16 @@ class TorchAttention:
     """
 
     def __init__(
-        self, windows: Sequence[int], scale: float | None = None, cap: float = 0.0, sinks: bool = False
+        self,
+        windows: Sequence[int],
+        scale: float | None = None,
+        cap: float = 0.0,
+        sinks: bool = False,
+        values: int = 0,
     ) -> None:
-        """`scale` of the scores; None: 1 / sqrt(head_dim). `cap` and `sinks` as in `AttentionConfig`."""
-        self._windows, self._scale, self._cap = tuple(windows), scale, cap
+        """`scale` of the scores; None: 1 / sqrt(head_dim). `cap`, `sinks` and `values` as in
+        `AttentionConfig`."""
+        self._windows, self._scale, self._cap, self._values = tuple(windows), scale, cap, values
         self._in_steps = cap > 0 or sinks
         self.bind(None)
         self._kv_slot_mapping = torch.empty(0)
@@ -114,6 +120,13 @@ class TorchAttention:
     def attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert sinks is None or self._in_steps, "attention was made for layers without sinks"
+        found = self._attend(layer, q, view, sinks)
+        if not self._values:
+            return found
+        # Values as wide as keys take torch's one kernel for both: an eighth of the work is for nothing.
+        return found.view(q.shape)[..., : self._values].flatten(1)
+
+    def _attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None) -> Tensor:
         window, kv_heads = self._windows[layer], self._data.shape[-2]
         groups, blocks = self._decode[window], self._blocks[window]
         if len(groups) == 1 and int(view.num_decode) == view.tokens:
@@ -185,14 +198,16 @@ class TorchAttention:
     def _gather(
         self, layer: int, pages: Tensor | int, rows: int, keys: int, heads: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """K and V [rows, kv_heads, keys, head_dim] of each row's pages. Consecutive pages are a view."""
+        """K and V [rows, kv_heads, keys, head_dim] of each row's pages; of latents one tensor twice.
+        Consecutive pages are a view."""
+        sides = self._data.shape[3]
         if isinstance(pages, int):
             first = pages * self._page_size
-            both = self._tokens[layer][first : first + keys].view(1, keys, 2, *heads)
+            both = self._tokens[layer][first : first + keys].view(1, keys, sides, *heads)
         else:
-            both = self._pages[layer].index_select(0, pages).view(rows, -1, 2, *heads)[:, :keys]
+            both = self._pages[layer].index_select(0, pages).view(rows, -1, sides, *heads)[:, :keys]
         both = both.permute(2, 0, 3, 1, 4)
-        return both[0], both[1]
+        return both[0], both[-1]
 
     def _decode_groups(self, decode: StepView, window: int) -> list[_Decode]:
         """The rows of `decode`, a view of decode rows alone, in calls of similar length, longest first.
@@ -304,7 +319,7 @@ class TorchAttention:
 def torch_attention(spec: ModelSpec) -> TorchAttention:
     """Of a model's layers."""
     windows = [spec.window(layer) for layer in range(spec.layers)]
-    return TorchAttention(windows, spec.softmax_scale, spec.attention_cap, spec.sinks)
+    return TorchAttention(windows, spec.softmax_scale, spec.attention_cap, spec.sinks, spec.kv_shape[2])
 
 
 def _seen(decode: StepView, rows: slice | Tensor) -> Tensor:

@@ -13,17 +13,19 @@ from gpu.kernels.attention.decode import (
     DecodeConfig,
     DecodePlan,
     decode_workspace,
+    latent_config,
     paged_decode,
     plan_decode,
     verify_config,
 )
 from gpu.kernels.attention.merge_state import merge_state
-from gpu.kernels.attention.pages import Pages
+from gpu.kernels.attention.pages import Pages, latent_parts
 from gpu.kernels.attention.prefill import paged_prefill
 from gpu.kernels.attention.prefill_merge import prefill_space
 from gpu.kernels.attention.prefill_plan import (
     Chunks,
     PrefillConfig,
+    latent_prefill_config,
     plan_prefill,
     prefill_config,
 )
@@ -35,8 +37,19 @@ def _check(config: AttentionConfig) -> None:
     """Raises `ConfigError` for pages and heads that these kernels cannot read."""
     if config.page_size & (config.page_size - 1):
         raise ConfigError(f"pages of {config.page_size} tokens are no power of two.")
-    if config.head_dim > 256:
+    if config.values:
+        tail = config.head_dim - config.values
+        if config.values > 512 or tail > 64:
+            raise ConfigError(f"latents of {config.values} + {tail} columns are wider than 512 + 64.")
+    elif config.head_dim > 256:
         raise ConfigError(f"heads of {config.head_dim} are wider than 256.")
+
+
+def _heads(config: AttentionConfig) -> tuple[int, int]:
+    """KV heads as the kernels count them (`Shape.kv`), and columns of values."""
+    return (
+        (latent_parts(config.heads), config.values) if config.values else (config.kv_heads, config.head_dim)
+    )
 
 
 def _pages(config: AttentionConfig, cache: Cache, view: StepView, sinks: Tensor | None) -> Pages:
@@ -53,7 +66,8 @@ class TritonDecode:
 
     def __init__(self, config: AttentionConfig) -> None:
         _check(config)
-        heads, dim, device = config.heads, config.head_dim, config.device
+        heads, device = config.heads, config.device
+        self._kv, dim = _heads(config)
         self._config = config
         cuts = [
             self._cut(rows, few, query)
@@ -62,12 +76,13 @@ class TritonDecode:
             for query in {1, config.query}
         ]
         most = max(cuts, key=lambda cut: cut.programs * cut.queries)
-        self._space = decode_workspace(config.max_rows, heads, config.kv_heads, dim, most, device)
+        self._space = decode_workspace(config.max_rows, heads, self._kv, dim, most, device)
         self._plans: dict[int, DecodePlan] = {}
         self._prefix: PrefixConfig = prefix_config(dim)
         self._shared: Partials | None = None
         self._lse: Tensor | None = None
-        if 0 < config.cascade_rows <= config.max_rows and 0 in config.windows:
+        cascades = 0 < config.cascade_rows <= config.max_rows and not config.values
+        if cascades and 0 in config.windows:
             shape = self._prefix.parts, config.max_rows, heads
             self._shared = partials(*shape, head_dim=dim, device=device)
             self._lse = torch.empty(config.max_rows, heads, dtype=torch.float32, device=device)
@@ -76,6 +91,8 @@ class TritonDecode:
         """How a graph of so many tokens of decode rows is cut, up to `query` of a row, with `few` keys each
         or any number."""
         config = self._config
+        if config.values:
+            return latent_config(self._kv, config.gpu.processors, config.dtype.itemsize)
         deep = config.dtype.itemsize <= 2 and config.gpu.capability >= HOPPER
         processors, group = config.gpu.processors, config.heads // config.kv_heads
         return verify_config(
@@ -161,9 +178,12 @@ class TritonPrefill:
     def __init__(self, config: AttentionConfig) -> None:
         _check(config)
         self._config = config
-        dim, kv_heads, processors = config.head_dim, config.kv_heads, config.gpu.processors
-        self._split = prefill_config(dim, config.dtype, kv_heads, processors)
-        self._space = prefill_space(self._split, kv_heads, dim, config.device)
+        (self._kv, dim), processors = _heads(config), config.gpu.processors
+        if config.values:
+            self._split = latent_prefill_config(self._kv, processors, config.dtype.itemsize)
+        else:
+            self._split = prefill_config(dim, config.dtype, self._kv, processors)
+        self._space = prefill_space(self._split, self._kv, dim, config.device)
         self._items: Tensor | None = None
 
     def _cut(self, view: StepView) -> PrefillConfig:
@@ -175,7 +195,7 @@ class TritonPrefill:
         self._items = plan_prefill(
             chunks_of(view),
             view.tokens,
-            self._config.heads // self._config.kv_heads,
+            self._config.heads // self._kv,
             self._cut(view),
             pdl=self._config.pdl,
         )

@@ -68,8 +68,7 @@ class Draft(NamedTuple):
         """Bytes of the draft model's KV in pages of `dtype`, of one page."""
         if (layers := self.layers) is None:
             return 0
-        heads = (layers.kv_heads, layers.head_dim)
-        return KvPool.page_bytes(layers.kv_layers, cache.page_size, heads, dtype)
+        return KvPool.page_bytes(layers.kv_layers, cache.page_size, layers.kv_shape, dtype)
 
     def held_bytes(
         self, target: ModelSpec, sizes: tuple[int, int, int], samples: int, dtype: torch.dtype
@@ -118,6 +117,11 @@ def read_drafting(
     if algorithm == "draft-model":
         own = _small_model(path, spec_of(path), target)
         return Draft(settings, most or DRAFTS[algorithm], own, held)
+    if target.latent is not None:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: heads for {target.architecture}, whose attention has "
+            "latents (MLA), are not supported. Use ngram or draft-model."
+        )
     config = read_object(path / "config.json")
     if config is None:
         raise ModelError(f"{path} has no config.json: a head is a directory with one and safetensors.")
@@ -163,7 +167,7 @@ def _small_model(path: Path, own: ModelSpec, target: ModelSpec) -> ModelSpec:
 def pool_of(layers: ModelSpec, dtype: torch.dtype, device: torch.device) -> Callable[[KvPool], KvPool]:
     """Returns a function that allocates the draft model's KV pool, with the page count and page size of the
     target's pool."""
-    heads = (layers.kv_heads, layers.head_dim)
+    heads = layers.kv_shape
     return lambda pool: KvPool(layers.kv_layers, pool.num_pages, pool.page_size, heads, dtype, device)
 
 

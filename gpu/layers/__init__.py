@@ -4,6 +4,7 @@ Each allocates its parameters through `Parameters`, under a prefix of checkpoint
 """
 
 from gpu.layers.attention import Attention
+from gpu.layers.latent import LatentAttention
 from gpu.layers.linear import Linear
 from gpu.layers.mlp import Mlp
 from gpu.layers.moe import SharedExpert, SparseMlp
@@ -13,6 +14,7 @@ from gpu.layers.rope import Rope, unrotated
 
 __all__ = [
     "Attention",
+    "LatentAttention",
     "Linear",
     "Mlp",
     "Parameters",

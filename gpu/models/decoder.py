@@ -12,7 +12,17 @@ import torch
 
 from core.models import ModelSpec, Norms
 from gpu.context import AuxStates, ForwardContext
-from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SharedExpert, SparseMlp, unrotated
+from gpu.layers import (
+    Attention,
+    LatentAttention,
+    Mlp,
+    Parameters,
+    RmsNorm,
+    Rope,
+    SharedExpert,
+    SparseMlp,
+    unrotated,
+)
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
 from gpu.ops.base import Matrix, Ops, Part, PendingExperts, Rotation
@@ -35,7 +45,12 @@ class Layer:
         self._first_norm, self._second_norm = (
             RmsNorm(spec, prefix + name, parameters) for name in self.norm_names
         )
-        self.attention = Attention(spec, layer, f"{prefix}self_attn.", parameters, inputs)
+        own = f"{prefix}self_attn."
+        self.attention: Attention | LatentAttention
+        if spec.latent is None:
+            self.attention = Attention(spec, layer, own, parameters, inputs)
+        else:
+            self.attention = LatentAttention(spec, spec.latent, layer, own, parameters)
         self._mlp: Mlp | SparseMlp
         self._shared: SharedExpert | None = None
         if spec.moe is not None and layer in spec.moe.layers:
@@ -156,7 +171,7 @@ class Decoder(CausalModel):
         if spec.tied:
             self._head.matrix = Matrix(self.embedding)
             del parameters.places["lm_head.weight"]
-        self._rope = Rope(spec.rope, spec.head_dim, dtype, device)
+        self._rope = Rope(spec.rope, spec.rope_dim, dtype, device)
         self._window_rope: Rope | None = None
         if spec.window_rope is not None:
             self._window_rope = Rope(spec.window_rope, spec.head_dim, dtype, device)

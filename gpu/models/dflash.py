@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.models import DraftSpec
 from gpu.context import ForwardContext
-from gpu.layers import RmsNorm, Rope
+from gpu.layers import Attention, RmsNorm, Rope
 from gpu.layers.linear import Linear
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Layer
@@ -40,7 +40,7 @@ class DFlash(BlockModel):
     def seal(self) -> None:
         """See `DraftModel.seal`."""
         decoder, parameters = self.spec.decoder, self._parameters
-        each = [layer.attention.kv_matrix() for layer in self._layers]
+        each = [attention.kv_matrix() for attention in self._attentions()]
         biases = [matrix.bias for matrix in each if matrix.bias is not None]
         self._context = parameters.linear("", decoder.hidden, {"context": sum(len(m.weight) for m in each)})
         self._context.matrix = Matrix(
@@ -57,8 +57,12 @@ class DFlash(BlockModel):
         """See `BlockModel.store`."""
         rotation = self._rope(ctx)
         each = self._context(hidden, ctx.ops).chunk(len(self._layers), dim=-1)
-        for layer, kv in zip(self._layers, each, strict=True):
-            layer.attention.store(ctx, rotation, kv)
+        for attention, kv in zip(self._attentions(), each, strict=True):
+            attention.store(ctx, rotation, kv)
+
+    def _attentions(self) -> list[Attention]:
+        """Of all layers, none of which has latents."""
+        return [layer.attention for layer in self._layers if isinstance(layer.attention, Attention)]
 
     def forward(self, ctx: ForwardContext, ids: Tensor) -> Tensor:
         """See `BlockModel.forward`."""

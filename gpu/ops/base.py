@@ -65,6 +65,15 @@ PairNorms = tuple[Tensor, Tensor, float]
 """Weights [hidden] of the norms of an embedding and of the hidden state beside it, and eps."""
 
 
+class LatentNorm(NamedTuple):
+    """How a token's latent and its shared key become what pages keep: the latent's norm, `weight` [kv_rank],
+    and whether neighbouring dimensions of the key rotate together."""
+
+    weight: Tensor
+    eps: float
+    interleaved: bool
+
+
 class Ops(Protocol):
     """Owner: launch thread, for one step. n rows; those behind a step's true rows may hold anything."""
 
@@ -127,6 +136,18 @@ class Ops(Protocol):
     ) -> None:
         """Norm and rotate keys and store them and values in their pages, as `attend` does. `kv`
         [n, 2 * kv_heads * head_dim], whose rows may be strided, is used up."""
+        ...
+
+    def attend_latent(
+        self, layer: int, q: Tensor, turned: Tensor, kv: Tensor, rotation: Rotation, norm: LatentNorm
+    ) -> Tensor:
+        """Attention over latents: [n, heads * kv_rank].
+
+        `q` [n, heads, kv_rank + rope_dim] contiguous: queries of the latents in front, and behind them the
+        place for `turned` [n, heads, rope_dim], rows and heads strided, which is rotated into it. `kv` [n,
+        kv_rank + rope_dim], a latent and a shared key, is normed, rotated and stored in its page; it is used
+        up, and so is `turned`.
+        """
         ...
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:

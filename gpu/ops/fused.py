@@ -55,6 +55,7 @@ from torch import Tensor
 from core.errors import ModelError
 from gpu.attention.backend import AttentionBackend
 from gpu.experts import Experts
+from gpu.kernels.attention.latent import latent_store
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.cublaslt import Products
@@ -69,7 +70,7 @@ from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import add_normed, embed_beside, mean_squares, norm_wide, rms_norm
 from gpu.kernels.silu_mul import gelu_mul, silu_mul
 from gpu.lora import LoraMatrix, LoraRows
-from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, PendingExperts, Rotation, WideNorms
+from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, PendingExperts, Rotation, WideNorms
 from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import gate, merits
 from gpu.state.view import StepView
@@ -202,6 +203,17 @@ class TritonOps:
             pdl=kernels.pdl,
         )
         return kernels.attention.attend(layer, q, view, sinks)
+
+    def attend_latent(
+        self, layer: int, q: Tensor, turned: Tensor, kv: Tensor, rotation: Rotation, norm: LatentNorm
+    ) -> Tensor:
+        """See `Ops.attend_latent`: one launch, and attention."""
+        view, kernels, (weight, eps, interleaved) = self._view, self._kernels, norm
+        cache, where, rows, pdl = kernels.caches[layer][0], view.kv_slot_mapping, self.num_rows, self.pdl
+        latent_store(
+            q, turned, kv, cache, where, rotation, (weight, eps), interleaved, num_rows=rows, pdl=pdl
+        )
+        return kernels.attention.attend(layer, q, view)
 
     def store(
         self, layer: int, kv: Tensor, kv_heads: int, rotation: Rotation, norms: HeadNorms | None

@@ -15,7 +15,7 @@ from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Choice, Experts
 from gpu.lora import LoraMatrix, LoraRows
-from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, Rotation, WideNorms
+from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, Rotation, WideNorms
 from gpu.quant import quantise, quantise_groups, restore
 from gpu.state.view import StepView
 
@@ -115,6 +115,22 @@ class TorchOps:
         rotate(x[:, :turned], rotation)
         self._attention.store(layer, x[:, q_heads:].view(n, 2, kv_heads, -1))
         return self._attention.attend(layer, x[:, :q_heads], self._view, sinks)
+
+    def attend_latent(
+        self, layer: int, q: Tensor, turned: Tensor, kv: Tensor, rotation: Rotation, norm: LatentNorm
+    ) -> Tensor:
+        """See `Ops.attend_latent`."""
+        rank = len(norm.weight)
+        latent, key = kv[:, :rank], kv[:, None, rank:]
+        latent.copy_(_normed(latent, norm.weight, norm.eps))
+        if norm.interleaved:
+            for x in (turned, key):
+                x.copy_(torch.cat([x[..., ::2], x[..., 1::2]], dim=-1))
+        q[..., rank:] = turned
+        rotate(q[..., rank:], rotation)
+        rotate(key, rotation)
+        self._attention.store(layer, kv[:, None, None])
+        return self._attention.attend(layer, q, self._view)
 
     def store(
         self, layer: int, kv: Tensor, kv_heads: int, rotation: Rotation, norms: HeadNorms | None

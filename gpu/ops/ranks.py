@@ -25,6 +25,7 @@ class TableOps:
         self._own, self._rank, self._vocab = own, rank, vocab
         self.rotation, self.attend, self.store = own.rotation, own.attend, own.store
         self.linear, self.gated_linear, self.add_lora = own.linear, own.gated_linear, own.add_lora
+        self.attend_latent = own.attend_latent
         self.experts, self.routes, self.mean_squares = own.experts, own.routes, own.mean_squares
 
     def for_samples(self) -> Ops:

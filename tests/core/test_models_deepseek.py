@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from core.errors import ModelError
-from core.models import read_spec
+from core.models import LatentSpec, read_spec
 
 GLM_4_6: dict[str, object] = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
@@ -48,6 +50,103 @@ def test_a_config_of_glm_4_5_air() -> None:
     got, larger = read_spec(GLM_4_5_AIR), read_spec(GLM_4_5)
     assert (got.qk_norm, larger.context_length) == ("", 131072)
     assert got.num_parameters() == pytest.approx(107e9, rel=0.01)
+
+
+DEEPSEEK_V2_LITE: dict[str, object] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "aux_loss_alpha": 0.001,
+    "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+    "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
+    "v_head_dim": 128, "vocab_size": 102400,
+}  # fmt: skip
+"""As deepseek-ai/DeepSeek-V2-Lite has it on the hub, as the next one deepseek-ai/DeepSeek-V3's."""
+DEEPSEEK_V3: dict[str, object] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}, "bos_token_id": 0,
+    "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+KIMI_K2: dict[str, object] = {
+    **DEEPSEEK_V3, "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_group": 1, "n_routed_experts": 384,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "rope_scaling": {
+        "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1,
+    "vocab_size": 163840,
+}  # fmt: skip
+"""As moonshotai/Kimi-K2-Instruct has it: DeepSeek V3 but for these."""
+
+
+def test_a_config_of_deepseek_v2_lite() -> None:
+    got = read_spec(DEEPSEEK_V2_LITE)
+    assert got.latent == LatentSpec(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+    assert (got.heads, got.kv_shape, got.rope_dim, got.context_length) == (16, (1, 576, 512), 64, 163840)
+    assert got.rope.attention_factor == 1.0
+    assert got.softmax_scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert got.moe is not None and got.moe.layers == set(range(1, 27)) and got.more_layers == 0
+    assert (got.moe.scores, got.moe.groups, got.moe.shared, got.moe.norm_topk) == ("softmax", 1, 2816, False)
+    assert got.num_parameters() == pytest.approx(15.7e9, rel=0.01)
+
+
+def test_a_config_of_deepseek_v3() -> None:
+    got = read_spec(DEEPSEEK_V3)
+    assert got.latent is not None and (got.latent.q_rank, got.latent.interleaved) == (1536, True)
+    assert got.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert got.moe is not None and (got.moe.groups, got.moe.top_groups, got.moe.scale) == (8, 4, 2.5)
+    assert (got.stored_fp8, got.more_layers, got.context_length) == ("blocks", 1, 163840)
+    assert got.num_parameters() == pytest.approx(671e9, rel=0.01)
+
+
+def test_a_config_of_kimi_k2() -> None:
+    got = read_spec(KIMI_K2)
+    assert (got.heads, got.kv_shape, got.context_length) == (64, (1, 576, 512), 131072)
+    assert got.moe is not None and (got.moe.experts, got.moe.groups, got.more_layers) == (384, 1, 0)
+    assert got.num_parameters() == pytest.approx(1.026e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "named"),
+    [
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func must be sigmoid"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method must be noaux_tc"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq must be 1"),
+        (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even"),
+        (DEEPSEEK_V3, {"kv_lora_rank": "512"}, "kv_lora_rank"),
+        (DEEPSEEK_V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func must be softmax"),
+        (DEEPSEEK_V2_LITE, {"topk_method": "noaux_tc"}, "topk_method must be greedy or group_limited_greedy"),
+        (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob must be false"),
+        (DEEPSEEK_V2_LITE, {"mlp_bias": True}, "mlp_bias must be false"),
+    ],
+)
+def test_errors_of_deepseek_name_the_field(
+    config: dict[str, object], changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ModelError, match=named):
+        read_spec({**config, **changes})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ DRAFTS, TOKENS = 3, 24
 PROMPTS = {1: list(range(3, 13)), 2: [int(i * 31 % 250) + 2 for i in range(29)]}
 
 
-@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("variant", ["deepseek-v2", "llama", "mistral", "qwen3-moe", "gpt-oss"])
 def test_drafts_change_how_many_steps_a_text_takes_and_nothing_else(variant: str, tmp_path: Path) -> None:
     tiny = tiny_model.build(variant, tmp_path)
     texts = {slot: tiny_model.greedy(tiny.reference, prompt, TOKENS) for slot, prompt in PROMPTS.items()}

@@ -28,7 +28,7 @@ from gpu.weights import load_model
 from gpu.weights.fill import Filler
 from gpu.weights.fp8 import as_place_scale, dequantise, store
 from tests.rigs import tiny_model
-from tests.rigs.runner import CPU
+from tests.rigs.runner import CPU, Rig
 
 TOP = 448.0
 """The largest e4m3."""
@@ -202,6 +202,33 @@ def test_a_model_in_fp8_takes_numbers_and_scales_as_they_are(
         torch.testing.assert_close(found, meant[name], rtol=0, atol=0)
     assert places["lm_head.weight"].dtype == torch.float32
     assert all(place.dtype != FP8 for name, place in places.items() if name.endswith(".gate.weight"))
+
+
+def test_latents_are_made_by_dequantised_matrices(tmp_path: Path) -> None:
+    """What makes keys and values is dequantised, and so is what makes latents, whose last block of rows is a
+    part; other matrices stay e4m3 where they are held so. The text is that of what the numbers stand for."""
+    sizes = {"hidden_size": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_nope_head_dim": 24}
+    more = {"intermediate_size": 128, "moe_intermediate_size": 128}
+    tiny = tiny_model.build("deepseek-v3", tmp_path / "fp8", **sizes, **more)
+    weights = load_file(tiny.path / "model.safetensors")
+    meant = quantised(
+        tiny.path, per_block, "_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    )
+    places = load_model(held(tiny.path), tiny.path, torch.float32, CPU).places()
+    kept = [name for name, place in places.items() if place.dtype == FP8]
+    left = {name.split(".")[-2] for name in meant if name not in kept}
+    assert left == {"kv_a_proj_with_mqa", "kv_b_proj"} and len(kept) > len(left)
+    for name, weight in meant.items():
+        place = places[name]
+        found = restore(place, places[name + "_scale"]) if place.dtype == FP8 else place
+        torch.testing.assert_close(found, weight, rtol=0, atol=0)
+    same = tmp_path / "same"
+    same.mkdir()
+    told = json.loads((tiny.path / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps({**told, "quantization_config": None}))
+    save_file({**weights, **meant}, same / "model.safetensors", metadata={"format": "pt"})
+    coarse_text, same_text = (Rig(path).generate(1, list(range(3, 23)), 8) for path in (tiny.path, same))
+    assert coarse_text == same_text
 
 
 def test_blocks_have_no_scale_for_a_row() -> None:

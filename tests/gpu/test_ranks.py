@@ -93,7 +93,7 @@ def make(path: Path, count: int) -> list[Rank]:
         return model
 
     def pool() -> KvPool:
-        return KvPool(spec.kv_layers, PAGES, PAGE, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
+        return KvPool(spec.kv_layers, PAGES, PAGE, spec.kv_shape, torch.float32, CPU)
 
     def rank() -> Rank:
         attention = torch_attention(spec)

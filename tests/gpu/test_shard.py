@@ -45,6 +45,7 @@ def ranks(path: Path, count: int, source: Path | None) -> list[CausalModel]:
         ("qwen3-moe-mixed", 2, {}),
         ("qwen3-moe", 4, {}),
         ("gpt-oss", 2, {}),
+        ("deepseek-v3", 2, {}),
     ],
 )
 def test_each_rank_reads_its_slices(name: str, count: int, more: dict[str, int], tmp_path: Path) -> None:
@@ -61,11 +62,16 @@ def test_each_rank_reads_its_slices(name: str, count: int, more: dict[str, int],
             assert (
                 sum(p.numel() for p in model.places().values() if p.dim() > 1) == model.spec.num_parameters()
             )
-        heads = model.spec.heads * model.spec.head_dim
+        latent = model.spec.latent
+        heads = model.spec.heads * (latent.value_dim if latent else model.spec.head_dim)
         assert model.places()["model.layers.0.self_attn.o_proj.weight"].shape[1] == heads
     copies = max(count // spec_of(path).kv_heads, 1)
     for key, times in covered.items():
         match key.split(".")[-2]:
+            case _ if "shared_experts" in key:
+                held = count
+            case "q_b_proj" | "kv_b_proj":
+                held = 1
             case "k_proj" | "v_proj":
                 held = copies
             case "o_proj" | "down_proj" | "q_proj" | "gate_proj" | "up_proj" | "embed_tokens" | "lm_head":

@@ -48,7 +48,7 @@ def config(family: str, architecture: str, **changes: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "ALiBi": (lambda: config("Bloom", "BloomForCausalLM"), "0 of its 2 layers attend exactly once"),
-    "MLA": (lambda: config("DeepseekV3", "DeepseekV3ForCausalLM"), r"keys have 192 .* values 128 \(MLA\)"),
+    "MLA": (lambda: config("Youtu", "YoutuForCausalLM"), r"keys have 192 .* values 128 \(MLA\)"),
     "recurrent": (lambda: config("Mamba", "MambaForCausalLM"), "state besides keys and values"),
     "hybrid": (lambda: config("Lfm2", "Lfm2ForCausalLM"), "does not run without data"),
     "chunked": (lambda: config("Llama4Text", "Llama4ForCausalLM"), "neither causal nor a sliding window"),

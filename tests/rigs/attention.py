@@ -33,8 +33,8 @@ class EagerAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         assert q.is_contiguous()
-        out = torch.full_like(q, NAN)
         k_all, v_all = self.caches[layer]
+        out = q.new_full((*q.shape[:2], v_all.shape[2]), NAN)
         window = self.windows[layer]
         seen = [-1] * len(q) if view.ancestors is None else view.ancestors.tolist()
         for row, (slot, position) in enumerate(owners(view)):

@@ -253,7 +253,7 @@ class Pages(NamedTuple):
     def of(cls, spec: ModelSpec, page_size: int = 4) -> Pages:
         """Pages for the layers of `spec`."""
         attention = torch_attention(spec)
-        pool = KvPool(spec.layers, 64, page_size, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
+        pool = KvPool(spec.layers, 64, page_size, spec.kv_shape, torch.float32, CPU)
         attention.bind(pool)
         return cls(Views(2, 32, page_size, 256), attention, pool, [])
 

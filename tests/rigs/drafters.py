@@ -91,7 +91,7 @@ def small(path: Path, tree: Tree | None = None) -> Make:
 def cpu_machine(spec: ModelSpec) -> DraftMachine:
     """For the layers of `spec`."""
     attention = torch_attention(spec)
-    heads = (spec.kv_heads, spec.head_dim)
+    heads = spec.kv_shape
 
     def make_pool(pool: KvPool) -> KvPool:
         return KvPool(spec.kv_layers, pool.num_pages, pool.page_size, heads, torch.float32, CPU)

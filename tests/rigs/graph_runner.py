@@ -70,7 +70,7 @@ class Both:
         self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, width)
         machine = captured_machine(rig, PaddedSizes(ROWS, 128, ROWS), launcher)
         self.runner = ModelRunner(self.shape, machine, self.shape.entries(CPU))
-        heads = (spec.kv_heads, spec.head_dim)
+        heads = spec.kv_shape
         with device_thread(CPU):
             self.runner.use_model(rig.model)
             self.runner.use_pool(KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU))

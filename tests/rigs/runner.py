@@ -89,7 +89,7 @@ class Rig:
                 self.spec.kv_layers,
                 pages,
                 page_size,
-                (self.spec.kv_heads, self.spec.head_dim),
+                self.spec.kv_shape,
                 torch.float32,
                 CPU,
             )

@@ -51,10 +51,20 @@ _GROUPED: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
-    "head_dim": 16,
+    "num_hidden_layers": 2,
     "pad_token_id": 0,
 }
 """Experts in groups, as DeepSeek has them."""
+
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+}
+"""Attention over latents, all sizes different."""
 
 _GEMMA: dict[str, Any] = {
     "head_dim": 16,
@@ -177,11 +187,40 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe": (
         "Glm4Moe",
-        {**_GROUPED, "use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+        {
+            **_GROUPED,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+        },
     ),
     "glm4-moe-one-group": (
         "Glm4Moe",
-        {**_GROUPED, "norm_topk_prob": False, "n_shared_experts": 2, "num_hidden_layers": 2},
+        {**_GROUPED, "head_dim": 16, "norm_topk_prob": False, "n_shared_experts": 2},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**_GROUPED, **_LATENT, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.0},
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {**_GROUPED, **_LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_GROUPED,
+            **_LATENT,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.3),
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {**_GROUPED, **_LATENT, "rope_interleave": False, "attention_bias": True},
     ),
     # Sizes divisible by 128, for FP8 in blocks.
     "qwen3-moe-wide": (

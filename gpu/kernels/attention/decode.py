@@ -37,7 +37,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.online_softmax import KEPT, attend_tile, beside_sinks, load_pages
+from gpu.kernels.attention.online_softmax import KEPT, attend_tile, beside_sinks, load_pages, load_tails
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
 from gpu.kernels.attention.split_kv import Partials, merge_parts, partials, store_segment
 from gpu.kernels.jit import (
@@ -177,6 +177,12 @@ measured on an H200 at 1, 32, 128 and 256 rows of 1,024 and 4,096 keys (`bench/r
 
 Few rows are cut into fewer pieces the more lanes they have, as one program reads all pieces of a row again:
 of 64 lanes one is 32 KB, as much as a tile of 64 keys. The tiles of a piece are under way together."""
+
+
+def latent_config(parts: int, processors: int, itemsize: int = 2) -> DecodeConfig:
+    """For `parts` of query heads over latents (MLA): two programs of a multiprocessor, each with two tiles of
+    32 keys under way, 36 KB each in two bytes. In four, which are for correctness alone, tiles are halved."""
+    return DecodeConfig(32 if itemsize <= 2 else 16, 4, 2, max(2 * processors // parts, 1))
 
 
 def verify_config(
@@ -410,8 +416,8 @@ def _decode(
     head = tl.where(h < group, kv_head * group + h, heads)
     inside = (head < heads)[:, None] & (d < dim)[None, :]
     query, own = h // group, kv_head * group + h % group
-    k_cache = keys.k + kv_head * dim
-    v_cache = keys.v + kv_head * dim
+    k_cache = keys.k + kv_head * SHAPE.step
+    v_cache = keys.v + kv_head * SHAPE.step
     # The kernel before made the queries and stored this step's keys and values, and may run still. The plan
     # is older: the kernel before released us behind its own wait, so whatever came earlier has ended. It is
     # read past L1, where another step's may lie.
@@ -433,15 +439,16 @@ def _decode(
     for i in range(count):
         if QUERIES == 1:
             # Anew for each tile: so they come as the keys do, and no row waits for its queries.
-            q_at = q + row.to(tl.int64) * q_stride + head[:, None] * dim + d[None, :]
-            queries = tl.load(q_at, mask=inside, other=0.0)
+            q_row = q + row.to(tl.int64) * q_stride + head[:, None] * (dim + SHAPE.tail)
+            queries = tl.load(q_row + d[None, :], mask=inside, other=0.0)
+            q_tail = load_tails(q_row, (head < heads)[:, None], SHAPE)
             token, place, own_ends, seen = row, segment, None, None
             if ancestors is not None:
                 own_ends = tl.zeros([BLOCK_H], tl.int32) + end
                 seen = tl.zeros([BLOCK_H], tl.int32) + tl.load(ancestors + row)
         else:
             # Once for each row: these are up to half as many bytes as a tile of keys.
-            token, more = row // QUERIES, row % QUERIES
+            token, more, q_tail = row // QUERIES, row % QUERIES, None
             if opens:
                 q_at = q + (token + query).to(tl.int64)[:, None] * q_stride + own[:, None] * dim + d[None, :]
                 queries = tl.load(q_at, mask=(query <= more)[:, None] & (d < dim)[None, :], other=0.0)
@@ -453,7 +460,7 @@ def _decode(
         page = load_pages(table, tile, end, SHAPE.page, TILE)
         high, total, acc = attend_tile(
             queries, k_cache, v_cache, page, tile, start, end, high, total, acc, keys.stride, keys.scale,
-            SHAPE, TILE, own_ends, WINDOW, seen,
+            SHAPE, TILE, own_ends, WINDOW, seen, q_tail,
         )  # fmt: skip
         ends = tile + 1 == last
         if ends:
@@ -514,16 +521,17 @@ def paged_decode(
 ) -> Tensor:
     """One query per row over its keys, grouped heads.
 
-    q        [rows, heads, dim], heads and dim contiguous
+    q        [rows, heads, dim], over latents [rows, heads, dim + tail], heads and dim contiguous
     plan     of `plan_decode` with the same `config` and `window`
     lse      float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores, without sinks
     ancestors  see `StepView.ancestors`
     returns  [rows, heads * dim] (`out`, or new); padded rows are not written
     """
-    rows, heads, dim = q.shape
+    rows, heads, _ = q.shape
     keys, shape = kernel_args(q, pages)
+    assert not shape.tail or config.queries == 1, "tokens over latents are rows of their own"
     if out is None:
-        out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
+        out = torch.empty(rows, heads * shape.dim, dtype=q.dtype, device=q.device)
     ragged = config.queries > 1
     block_g = pow2(shape.group * config.queries)
     block_h, least = (max(block_g, 16), 1) if ragged else (max(block_g, 8), 2)

@@ -41,6 +41,28 @@ def load_pages(
 
 
 @jit
+def load_tails(q_row: tl.tensor, live: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor | None:
+    """Of queries at `q_row` [n, 1], where `live` [n, 1], what meets the tails of latents, [n, block_t]; None
+    where keys have none."""
+    tails: tl.tensor = None
+    if SHAPE.tail > 0:
+        t = tl.arange(0, SHAPE.block_t)
+        tails = tl.load(q_row + SHAPE.dim + t[None, :], mask=live & (t < SHAPE.tail)[None, :], other=0.0)
+    return tails
+
+
+@jit
+def add_tail_scores(
+    s: tl.tensor, q_tail: tl.tensor, tail_at: tl.tensor, seen: tl.tensor, SHAPE: tl.constexpr
+) -> tl.tensor:
+    """The scores `s` of queries with latents, and those of the latents' tails at `tail_at` [TILE, block_t],
+    where `seen` [TILE, 1]."""
+    t = tl.arange(0, SHAPE.block_t)
+    tail = tl.load(tail_at, mask=seen & (t < SHAPE.tail)[None, :], other=0.0)
+    return tl.dot(q_tail, tl.trans(tail.to(q_tail.dtype)), s, input_precision="ieee")
+
+
+@jit
 def attend_tile(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -59,6 +81,7 @@ def attend_tile(
     ends: tl.tensor | None = None,
     WINDOW: tl.constexpr = 0,
     ancestors: tl.tensor | None = None,
+    q_tail: tl.tensor | None = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A step of the online softmax of queries [n, block_d] over a tile of keys, `start` to `end` of which
     are seen, at least one: the greatest score in powers of two `high` [n], the sum `total` [n] relative to
@@ -66,7 +89,9 @@ def attend_tile(
 
     With `ends` [n] each query sees the keys before its own end, at most WINDOW where that is not 0, and
     perhaps none of the tile: its `high` is then -inf and its `total` 0 until it sees one. With `ancestors`
-    [n] it sees of the last 32 of them those that its bits say, as in `SlotTables.ancestors`."""
+    [n] it sees of the last 32 of them those that its bits say, as in `SlotTables.ancestors`.
+
+    Keys with a tail are latents: the rest of one is its value, and `q_tail` [n, block_t] meets the tail."""
     d = tl.arange(0, SHAPE.block_d)
     at = tile * TILE + tl.arange(0, TILE)
     seen = (at >= start) & (at < end)
@@ -78,8 +103,14 @@ def attend_tile(
     if SHAPE.dim != SHAPE.block_d:
         mask = mask & (d < SHAPE.dim)[None, :]
     k = tl.load(k_cache + place, mask=mask, other=0.0)
-    v = tl.load(v_cache + place, mask=mask, other=0.0)
-    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if SHAPE.tail > 0:
+        v = k
+        tail_at = k_cache + token[:, None] * stride + (SHAPE.dim + tl.arange(0, SHAPE.block_t))[None, :]
+        s = add_tail_scores(s, q_tail, tail_at, seen[:, None], SHAPE)
+    else:
+        v = tl.load(v_cache + place, mask=mask, other=0.0)
+    s *= scale
     if SHAPE.cap > 0:
         # tanh from a sigmoid: there is no other in both the compiler and the interpreter
         s = SHAPE.cap * (2 * tl.sigmoid(2 * s / SHAPE.cap) - 1)

@@ -6,6 +6,7 @@ take: kernels assign those to a constexpr first (`block_d: tl.constexpr = SHAPE.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,7 +18,8 @@ class Pages(NamedTuple):
     """A layer's pages, and how queries are scored with their keys.
 
     k, v     [tokens, kv_heads, dim] with (kv_heads, dim) contiguous and equal strides: views of a layer's
-             pages flattened to tokens; K and V of this step already stored
+             pages flattened to tokens; K and V of this step already stored. Of latents (MLA) V is K's first
+             columns, [tokens, 1, dim] of [tokens, 1, dim + tail]
     table    integer [max_slots, pages]; entries past a slot's length are not read as keys
     size     tokens per page
     scale    of scores
@@ -52,9 +54,13 @@ class Keys(NamedTuple):
 class Shape(NamedTuple):
     """Constants of a kernel over `Pages`.
 
-    group    query heads per KV head
+    kv       KV heads; of latents parts of the query heads, which all attend to the one there is
+    group    query heads per KV head, or of a part
     wide     offsets into the pages need 64 bits, which cost 18 to 38 registers a thread
     block_d  dim rounded up to a power of two
+    step     columns from a KV head to the next; 0 of latents, which all parts read
+    tail     columns of keys behind `dim`, which values do not have: keys are latents
+    block_t  tail likewise
     """
 
     kv: int
@@ -64,12 +70,30 @@ class Shape(NamedTuple):
     cap: float
     wide: bool
     block_d: int
+    step: int
+    tail: int
+    block_t: int
+
+
+LATENT_GROUP = 16
+"""Query heads that read a latent together: as many as the least tile of a tensor core has rows. Their results
+of 512 columns are 64 registers a thread of four warps."""
+
+
+def latent_parts(heads: int) -> int:
+    """Parts that so many query heads over latents are cut into."""
+    return heads // math.gcd(heads, LATENT_GROUP)
 
 
 def kernel_args(q: Tensor, pages: Pages) -> tuple[Keys, Shape]:
-    """Of a kernel that attends with `q` [n, heads, dim]."""
+    """Of a kernel that attends with `q` [n, heads, dim], over latents [n, heads, dim + tail]."""
     k, v, table, size, scale, cap, (k_scale, v_scale), sinks = pages
-    _, kv_heads, dim = k.shape
+    _, kv_heads, dim = v.shape
+    tail = k.shape[2] - dim
+    if tail:
+        kv_heads = latent_parts(q.shape[1])
     keys = Keys(k, v, table, k.stride(0), table.stride(0), scale * k_scale, v_scale, sinks)
     wide = len(k) * k.stride(0) >= 2**31
-    return keys, Shape(kv_heads, q.shape[1] // kv_heads, dim, size, cap, wide, pow2(dim))
+    step, block_t = (0, max(pow2(tail), 16)) if tail else (dim, 0)
+    group = q.shape[1] // kv_heads
+    return keys, Shape(kv_heads, group, dim, size, cap, wide, pow2(dim), step, tail, block_t)

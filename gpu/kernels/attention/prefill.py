@@ -27,7 +27,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.online_softmax import LOG2E, beside_sinks
+from gpu.kernels.attention.online_softmax import LOG2E, add_tail_scores, beside_sinks, load_tails
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
 from gpu.kernels.attention.prefill_merge import merge_blocks
 from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, read_entry
@@ -37,12 +37,19 @@ from gpu.kernels.jit import begin, jit, launch_options
 
 @jit
 def _places(
-    table: tl.tensor, tile: tl.tensor, end: tl.tensor, stride: int, SHAPE: tl.constexpr, TILE: tl.constexpr
+    table: tl.tensor,
+    tile: tl.tensor,
+    end: tl.tensor,
+    stride: int,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Offsets of a tile's keys in the KV cache, [TILE, block_d]. Keys at `end` or later read page 0."""
+    """Offsets of BLOCK columns of a tile's keys in the KV cache, [TILE, BLOCK]. Keys at `end` or later read
+    page 0."""
     PAGE: tl.constexpr = SHAPE.page
     i = tl.arange(0, TILE)
-    d = tl.arange(0, SHAPE.block_d)
+    d = tl.arange(0, BLOCK)
     offset: tl.constexpr = tl.int64 if SHAPE.wide else tl.int32
     if PAGE % TILE == 0:
         page = tl.load(table + tile // (PAGE // TILE), mask=tile * TILE < end, other=0).to(offset)
@@ -63,6 +70,15 @@ def _scores(q: tl.tensor, k_at: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
     else:
         k = tl.load(k_at, mask=(tl.arange(0, SHAPE.block_d) < SHAPE.dim)[None, :], other=0.0)
     return tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+
+
+@jit
+def _values(v_at: tl.tensor, seen: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
+    """Those at `v_at` [TILE, block_d] of keys that are `seen` [TILE, 1]: a bad value must not be loaded,
+    since 0 × NaN is NaN."""
+    if SHAPE.dim != SHAPE.block_d:
+        seen = seen & (tl.arange(0, SHAPE.block_d) < SHAPE.dim)[None, :]
+    return tl.load(v_at, mask=seen, other=0.0)
 
 
 @jit
@@ -97,42 +113,47 @@ def _prefill(
     head = kv_head * group + i % group
     d = tl.arange(0, block_d)
     inside = (token < tokens)[:, None] & (d < dim)[None, :]
-    q_at = q + (row + token)[:, None] * q_stride + head[:, None] * dim + d[None, :]
-    queries = tl.load(q_at, mask=inside, other=0.0)
+    q_row = q + (row + token)[:, None] * q_stride + head[:, None] * (dim + SHAPE.tail)
+    queries = tl.load(q_row + d[None, :], mask=inside, other=0.0)
+    q_tail = load_tails(q_row, (token < tokens)[:, None], SHAPE)
     position = start + token
     high = tl.zeros([queries_n], tl.float32) - float("inf")
     total = tl.zeros([queries_n], tl.float32)
     acc = tl.zeros([queries_n, block_d], tl.float32)
-    k_cache = keys.k + kv_head * dim
-    v_cache = keys.v + kv_head * dim
+    k_cache = keys.k + kv_head * SHAPE.step
+    v_cache = keys.v + kv_head * SHAPE.step
     table = keys.table + slot * keys.table_stride
     if CONFIG.ahead:
-        place = _places(table, first, end, keys.stride, SHAPE, TILE)
+        place = _places(table, first, end, keys.stride, SHAPE, TILE, block_d)
         ahead = _scores(queries, k_cache + place, SHAPE)
     rate = 1.0 if cap > 0 else keys.scale * LOG2E  # of the scores that `s` holds to powers of two
     edge = (start + at // group + 1) // TILE
     for tile in range(first, last):
-        place = _places(table, tile, end, keys.stride, SHAPE, TILE)
+        place = _places(table, tile, end, keys.stride, SHAPE, TILE, block_d)
         v_at = v_cache + place
-        if CONFIG.ahead:
+        key = tile * TILE + tl.arange(0, TILE)
+        seen = (key < end)[:, None]
+        if SHAPE.tail > 0:
+            # A latent is loaded once, and is both.
+            v = _values(v_at, seen, SHAPE)
+            s = tl.dot(queries, tl.trans(v.to(queries.dtype)), input_precision="ieee")
+            tail_at = k_cache + dim + _places(table, tile, end, keys.stride, SHAPE, TILE, SHAPE.block_t)
+            s = add_tail_scores(s, q_tail, tail_at, seen, SHAPE)
+        elif CONFIG.ahead:
             s = ahead
             # Behind the last tile this is page 0 or one page's keys, of which nothing is used.
-            place = _places(table, tile + 1, end, keys.stride, SHAPE, TILE)
+            place = _places(table, tile + 1, end, keys.stride, SHAPE, TILE, block_d)
             ahead = _scores(queries, k_cache + place, SHAPE)
+            v = _values(v_at, seen, SHAPE)
         else:
             s = _scores(queries, k_cache + place, SHAPE)
-        key = tile * TILE + tl.arange(0, TILE)
-        # A bad value must not be loaded, since 0 × NaN is NaN.
-        mask = (key < end)[:, None]
-        if dim != block_d:
-            mask = mask & (d < dim)[None, :]
-        v = tl.load(v_at, mask=mask, other=0.0)
+            v = _values(v_at, seen, SHAPE)
         if cap > 0:
             # tanh from a sigmoid: there is no other in both the compiler and the interpreter
             s = (2 * tl.sigmoid(s * (2 * keys.scale / cap)) - 1) * (cap * LOG2E)
         if WINDOW > 0:
-            seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - WINDOW)
-            s = tl.where(seen, s, float("-inf"))
+            shown = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - WINDOW)
+            s = tl.where(shown, s, float("-inf"))
         elif tile >= edge:
             s = tl.where(key[None, :] <= position[:, None], s, float("-inf"))
         top = tl.maximum(high, tl.max(s, 1) * rate)
@@ -175,16 +196,17 @@ def paged_prefill(
 ) -> Tensor:
     """Causal attention of chunks, grouped heads.
 
-    q        [n, heads, dim], heads and dim contiguous
+    q        [n, heads, dim], over latents [n, heads, dim + tail], heads and dim contiguous
     items    of `plan_prefill` with the same `config`
     space    of `prefill_space`, likewise; None leaves keys whole
     window   positions a token sees, itself included; 0 for all
     returns  [n, heads * dim] (`out`, or new, contiguous); rows of no chunk are not written
     """
-    n, heads, dim = q.shape
+    n, heads, _ = q.shape
     keys, shape = kernel_args(q, pages)
+    assert not (shape.tail and config.ahead), "a latent is multiplied when it is there"
     if out is None:
-        out = torch.empty(n, heads * dim, dtype=q.dtype, device=q.device)
+        out = torch.empty(n, heads * shape.dim, dtype=q.dtype, device=q.device)
     _prefill[(shape.kv, len(items))](
         q,
         keys,

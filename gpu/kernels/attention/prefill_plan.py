@@ -88,6 +88,14 @@ def prefill_config(
     return PrefillConfig(128, 64, 8, 3, False, programs)
 
 
+def latent_prefill_config(parts: int, processors: int, itemsize: int = 2) -> PrefillConfig:
+    """Of `parts` of query heads over latents (MLA): results of 64 queries, 512 columns each, are 128
+    registers a thread of eight warps, and two tiles of 32 keys are under way. In four bytes, which are for
+    correctness alone, blocks are a quarter."""
+    queries, tile = (64, 32) if itemsize <= 2 else (16, 16)
+    return PrefillConfig(queries, tile, 8, 2, False, processors // parts)
+
+
 def max_blocks(tokens: int, max_chunks: int, group: int, config: PrefillConfig) -> int:
     """Blocks that so many tokens in so many chunks can make: each chunk ends in a part of one."""
     return cdiv(tokens * group, config.queries) + max_chunks - 1

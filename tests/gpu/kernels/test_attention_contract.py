@@ -40,7 +40,8 @@ class Case(NamedTuple):
     """A step: lengths of decode rows, (start, tokens) of chunks, padding in rows, decode rows, chunks.
 
     Layer 0 sees everything, layer 1 `window` positions. All decode rows share their first `common` keys.
-    Decode rows have a token each or `tokens`, and a graph's attention up to `query` of a row at once.
+    Decode rows have a token each or `tokens`, and a graph's attention up to `query` of a row at once. Where
+    `values` are given, keys are latents: these are so many of a key's columns.
     """
 
     heads: Heads = Heads(4, 2, 16)
@@ -56,6 +57,7 @@ class Case(NamedTuple):
     tokens: tuple[int, ...] = ()
     query: int = 1
     sinks: bool = False
+    values: int = 0
 
     @property
     def decoded(self) -> list[tuple[int, int]]:
@@ -111,6 +113,19 @@ CASES = {
     "drafts, group 7": Case(Heads(14, 2, 16), decode=(65, 40), tokens=(8, 5), query=8),
     "drafts, group 1": Case(Heads(3, 3, 16), decode=(65, 40), tokens=(8, 5), query=8, window=3),
     "drafts, longer than a tile of queries": Case(Heads(8, 1, 16), decode=(65, 40), tokens=(9, 5), query=9),
+    "latents": Case(Heads(32, 1, 24), decode=(40, 3, 17), chunks=((9, 20), (0, 3)), values=16),
+    "latents, no powers of two": Case(
+        Heads(20, 1, 52), page=64, decode=(130, 64, 65), chunks=((60, 10), (0, 70)), values=40
+    ),
+    "latents, padded": Case(
+        Heads(3, 1, 24), page=1, decode=(30, 2), chunks=((7, 10),), pad=(4, 2, 1), values=16
+    ),
+    "latents, deep": Case(Heads(4, 1, 24), chunks=((300, 10), (0, 3)), pad=(2, 0, 1), deep=True, values=16),
+    "latents, cascade": Case(Heads(4, 1, 24), decode=(40, 33), common=32, cascade=True, values=16),
+    "latents, drafts": Case(
+        Heads(16, 1, 24), decode=(65, 40, 4), tokens=(4, 3, 2), pad=(3, 3, 0), query=4, values=16
+    ),
+    "latents of 512 + 64": Case(Heads(16, 1, 576), decode=(20, 3), chunks=((9, 20),), values=512),
     "drafts, head_dim 256": Case(Heads(4, 2, 256), decode=(20, 8), tokens=(2, 3), query=3),
 }
 CASES |= {
@@ -171,6 +186,7 @@ class Step(NamedTuple):
             cascade_rows=int(case.cascade),
             query=case.query,
             sinks=case.sinks,
+            values=case.values,
         )
 
 
@@ -183,6 +199,8 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Step:
     rows, parts = len(case.decode), len(case.chunks)
     lengths = [*case.decode, *(start + count for start, count in case.chunks), case.page]
     kept = pages(lengths, case.page, case.heads, dtype, device)
+    if case.values:
+        kept = kept._replace(v=kept.k[..., : case.values])
     bad = int(kept.table[kept.slots[-1], 0])
     for side in (kept.k, kept.v):
         side[bad * case.page : (bad + 1) * case.page] = float("nan")
@@ -235,7 +253,7 @@ def check(step: Step, backend: AttentionBackend, tolerance: float) -> None:
     backend.plan(step.view)
     for layer, expected in enumerate(step.expected):
         found = backend.attend(layer, step.q, step.view, step.sinks[layer])
-        assert found.shape == (step.view.tokens, step.q.shape[1] * step.q.shape[2])
+        assert found.shape == (step.view.tokens, expected.shape[1])
         assert error(found[: step.live], expected) < tolerance
 
 
@@ -359,9 +377,10 @@ def test_torch(name: str) -> None:
     step = make(CASES[name], torch.float32, cpu)
     case, view, heads = step.case, step.view, step.case.heads
     rows, table = len(case.decoded), view.page_table
-    pool = KvPool(2, len(step.cache[0]) // case.page, case.page, (heads.kv, heads.dim), torch.float32, cpu)
+    kept, sides = (heads.kv, heads.dim, case.values), step.cache[:1] if case.values else step.cache
+    pool = KvPool(2, len(step.cache[0]) // case.page, case.page, kept, torch.float32, cpu)
     for layer in range(2):
-        for kind, side in enumerate(step.cache):
+        for kind, side in enumerate(sides):
             pool.data[layer, :, :, kind] = side.nan_to_num(0.0).unflatten(0, (-1, case.page))
     counts = view.counts.tolist()
     seen = [length for _, length in case.decoded]
@@ -378,10 +397,10 @@ def test_torch(name: str) -> None:
         positions=positions.int(),
         kv_slot_mapping=where.int(),
     )
-    backend = TorchAttention([0, case.window], sinks=case.sinks)
+    backend = TorchAttention([0, case.window], sinks=case.sinks, values=case.values)
     backend.bind(pool)
     backend.plan(exact)
-    kv = torch.stack([side[where] for side in step.cache], 1)
+    kv = torch.stack([side[where] for side in sides], 1)
     for layer, expected in enumerate(step.expected):
         backend.store(layer, kv)
         found = backend.attend(layer, step.q[: step.live], exact, step.sinks[layer])
@@ -478,6 +497,8 @@ def test_a_refused_backend_says_why() -> None:
     for name, changed, reason in (
         ("triton", config._replace(page_size=48), "no power of two"),
         ("triton", config._replace(head_dim=512), "wider than 256"),
+        ("triton", config._replace(head_dim=704, values=640), "wider than 512 . 64"),
+        ("flashinfer", config._replace(head_dim=576, values=512), "MLA has latents"),
         ("torch", config, "that of --device cpu"),
         ("fastest", config, "no such backend"),
     ):

@@ -39,7 +39,7 @@ class Both:
         self.model = load_draft(spec, draft_heads.write(name, folder), target, torch.float32, CPU)
         self.pages = Pages.of(spec.decoder)
         plain = self.pages.pool
-        heads = (spec.decoder.kv_heads, spec.decoder.head_dim)
+        heads = spec.decoder.kv_shape
         pool = KvPool(spec.decoder.layers, plain.num_pages, plain.page_size, heads, torch.float32, CPU)
         pool.data.fill_(NAN)
         self.pool, caches = pool, pool.caches()

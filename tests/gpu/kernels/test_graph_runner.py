@@ -279,7 +279,7 @@ def test_weights_and_pages_may_go_and_come(tiny: Tiny) -> None:
         both.runner.use_model(None)
         with pytest.raises(AssertionError, match="given back"):
             both.runner.launch(both.rig.plan(decode=[1]))
-        heads = (spec.kv_heads, spec.head_dim)
+        heads = spec.kv_shape
         both.runner.use_pool(KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU))
         both.runner.use_model(both.rig.model)
         both.runner.prepare()

@@ -70,12 +70,12 @@ class Both:
         spec = spec_of(path)
         spec = self.spec = msgspec.structs.replace(spec, fp8=fp8, int4=spec.stored_int4)
         self.model = load_model(spec, path, torch.float32, CPU)
-        shape = (spec.layers, ROWS * PAGES + 1, PAGE, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
+        shape = (spec.layers, ROWS * PAGES + 1, PAGE, spec.kv_shape, torch.float32, CPU)
         self.plain, self.fused = KvPool(*shape), KvPool(*shape)
         self.fused.data.fill_(NAN)
         self.views = Views(ROWS, PAGES, PAGE, 128)
         windows = [spec.window(layer) for layer in range(spec.layers)]
-        self.attention = TorchAttention(windows, sinks=spec.sinks)
+        self.attention = TorchAttention(windows, sinks=spec.sinks, values=spec.kv_shape[2])
         self.attention.bind(self.plain)
         pool = self.fused
         caches = pool.caches()
@@ -144,6 +144,8 @@ FAMILIES = (
     "llama-tied-bias",
     "llama-llama3",  # head_dim 24
     "llama-dynamic",
+    "deepseek-v2-groups",
+    "deepseek-v3-halves",
     "gemma3",
     "glm4-moe",
     "mistral",
