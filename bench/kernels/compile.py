@@ -29,13 +29,13 @@ from bench.kernels.compile_steps import step_cases
 from bench.kernels.inputs import Heads, MoeSize
 from bench.kernels.lora_inputs import blank_rows, lora_matrix, slots_view
 from core.models import ClampedGate, Fp8
-from gpu.experts import Experts
+from gpu.experts import Choice, Experts
 from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
-from gpu.kernels.attention import cascade, decode, prefill, prefill_merge, prefill_plan
+from gpu.kernels.attention import cascade, decode, latent, prefill, prefill_merge, prefill_plan
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
-from gpu.kernels.attention.pages import Pages
+from gpu.kernels.attention.pages import Pages, latent_parts
 from gpu.kernels.gemm import fp8_block, gemv, int4, skinny
 from gpu.kernels.jit import cdiv
 from gpu.kernels.lora import dense
@@ -43,6 +43,7 @@ from gpu.kernels.lora.linear import shrink_ahead
 from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe.gemm_config import TileConfig
+from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
 from gpu.lora import LoraExperts
 from gpu.ops.base import Matrix
@@ -102,6 +103,40 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         q, more = empty(2048, size.q, size.dim), empty(size.q) if sinks else None
         layer = Pages(both[:, 0], both[:, 1], table, page, 0.1, sinks=more)
         prefill.paged_prefill(q, layer, plan, config, space, window=window, pdl=pdl)
+
+    def latents(heads: int) -> Pages:
+        """Of MLA, of 512 + 64 columns."""
+        k, table = empty(64, 1, 576), torch.zeros(512, 64, dtype=torch.int32)
+        where, rope = torch.zeros(256, dtype=torch.int64), (empty(256, 1, 64), empty(256, 1, 64))
+        q, own = empty(256, heads, 576), empty(256, heads, 192)
+        norm_of = empty(512), 1e-6
+        latent.latent_store(
+            q, own[..., 128:], empty(256, 576), k, where, rope, norm_of, True, num_rows=n, pdl=pdl
+        )
+        return Pages(k, k[..., :512], table, 16, 0.1)
+
+    def latent_rows(heads: int) -> None:
+        parts = latent_parts(heads)
+        config = decode.latent_config(parts, 132)
+        slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
+        plan = decode.plan_decode(slots, lengths, config, num_rows=n, pdl=pdl)
+        space = decode.decode_workspace(256, heads, parts, 512, config, CPU)
+        decode.paged_decode(empty(256, heads, 576), latents(heads), plan, space, config, pdl=pdl)
+
+    def latent_chunks(heads: int) -> None:
+        parts = latent_parts(heads)
+        config = prefill_plan.latent_prefill_config(parts, 132)
+        space = prefill_merge.prefill_space(config, parts, 512, CPU)
+        slots, firsts = torch.zeros(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
+        step = prefill_plan.Chunks(slots, slots, firsts, n)
+        plan = prefill_plan.plan_prefill(step, 2048, heads // parts, config, pdl=pdl)
+        prefill.paged_prefill(empty(2048, heads, 576), latents(heads), plan, config, space, pdl=pdl)
+
+    def choice(tokens: int, experts: int, how: Choice) -> None:
+        logits = empty(tokens, experts, dtype=torch.float32)
+        if how.sigmoid:
+            how = how._replace(bias=empty(experts, dtype=torch.float32))
+        route(logits, 8, 64, choice=how, num_rows=n, pdl=pdl)
 
     def prefix(config: cascade.PrefixConfig) -> None:
         slots, table = torch.zeros(128, dtype=torch.int64), torch.zeros(512, 64, dtype=torch.int32)
@@ -308,6 +343,14 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "sinks, merge": lambda: merge.merge_state(
             empty(256, 64, 64), wide_lse, empty(256, 64, 64), wide_lse, sinks=empty(64), pdl=pdl
         ),
+        "latents, decode": lambda: latent_rows(128),
+        "latents, chunks": lambda: latent_chunks(128),
+        **{
+            f"experts in groups {n}": partial(choice, n, 256, Choice(True, None, 8, 4, 2.5))
+            for n in (64, 4096)
+        },
+        "experts in groups of 20": lambda: choice(4096, 160, Choice(False, None, 8, 3, 16.0)),
+        "experts by sigmoids": lambda: choice(4096, 384, Choice(True, scale=2.827)),
         "prefix 64": lambda: prefix(cascade.PrefixConfig()),
         "prefix 128": lambda: prefix(cascade.PrefixConfig(128, 128, 8)),
         "moe 1": lambda: experts(1),

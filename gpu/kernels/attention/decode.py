@@ -180,9 +180,10 @@ of 64 lanes one is 32 KB, as much as a tile of 64 keys. The tiles of a piece are
 
 
 def latent_config(parts: int, processors: int, itemsize: int = 2) -> DecodeConfig:
-    """For `parts` of query heads over latents (MLA): two programs of a multiprocessor, each with two tiles of
-    32 keys under way, 36 KB each in two bytes. In four, which are for correctness alone, tiles are halved."""
-    return DecodeConfig(32 if itemsize <= 2 else 16, 4, 2, max(2 * processors // parts, 1))
+    """For `parts` of query heads over latents (MLA), by reasoning: two programs of a multiprocessor, of 88 KB
+    and 255 registers a thread. With a second tile under way there would be room for one. Four bytes are for
+    correctness alone."""
+    return DecodeConfig(32 if itemsize <= 2 else 16, 4, 3, max(2 * processors // parts, 1))
 
 
 def verify_config(

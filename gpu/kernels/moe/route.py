@@ -425,7 +425,9 @@ def route(
             **launch_options(pdl, 4),
         )
         return routing, tiles
-    span = min(max(16, pow2(cdiv(rows, CHUNKS))), WORD)
+    # Beyond 128 experts as many numbers to a thread, and no more than 16 warps.
+    wider = max(use.block_e // 128, 1)
+    span = max(min(max(16, pow2(cdiv(rows, CHUNKS))), WORD // wider), 1)
     chunk = span * cdiv(rows, span * CHUNKS)
     chunks = cdiv(rows, chunk)
     ranks, hist = empty(rows, top_k), empty(chunks, use.block_e, dtype=torch.int16)
@@ -440,7 +442,7 @@ def route(
         chunk,
         SPAN=span,
         ROUTER=use,
-        **launch_options(pdl, span // 4),
+        **launch_options(pdl, max(span // 4 * wider, 4)),
     )
     # Launched early it took 26 µs instead of 15 at 8,192 rows: its programs crowd, it seems, onto the few
     # multiprocessors that `route` leaves free.
@@ -460,6 +462,6 @@ def route(
         BLOCK_C=pow2(chunks),
         SPAN=pow2(span * top_k),
         PDL=pdl,
-        **options(4, pdl=early),
+        **options(min(4 * wider, 16), pdl=early),
     )
     return routing, tiles
