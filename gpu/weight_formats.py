@@ -104,6 +104,7 @@ def _check_blocks(spec: ModelSpec, asked: str, instead: str) -> None:
     moe = spec.moe
     if moe is not None:
         sizes["moe_intermediate_size"] = moe.intermediate
+        sizes["shared_expert_intermediate_size"] = moe.shared
     if moe is None or len(moe.layers) < spec.layers:
         sizes["intermediate_size"] = spec.intermediate
     if odd := [f"{name} ({size})" for name, size in sizes.items() if size % BLOCK]:

@@ -350,7 +350,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             sizes["intermediate_size"] = self.intermediate
         if moe is not None:
             sizes["moe_intermediate_size"] = moe.intermediate
-            moe = msgspec.structs.replace(moe, intermediate=moe.intermediate // count)
+            if moe.shared:
+                sizes["shared_expert_intermediate_size"] = moe.shared
+            widths = {"intermediate": moe.intermediate // count, "shared": moe.shared // count}
+            moe = msgspec.structs.replace(moe, **widths)
         if odd := [f"{name} ({size})" for name, size in sizes.items() if size % count]:
             raise ConfigError(f"--tp {count} does not divide {', '.join(odd)} of {self.architecture}.")
         return msgspec.structs.replace(

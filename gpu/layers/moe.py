@@ -138,16 +138,16 @@ def _biases(
 class SharedExpert:
     """An MLP for every token, multiplied by sigmoid(gate(x)) where it has a gate.
 
-    Each rank has all of it: its result then goes into the residual as it is, and only the routed experts'
-    parts are summed over ranks.
+    Ranks divide it as they do the routed experts: each makes a partial sum.
     """
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
         self._activation, width = spec.activation, moe.shared
         own = f"{prefix}shared_expert." if moe.shared_gate else f"{prefix}shared_experts."
         up = {"gate_proj": width, "up_proj": width}
-        self._gate_up = parameters.linear(own, spec.hidden, up, held=spec.held)
-        self._down = parameters.linear(own, width, {"down_proj": spec.hidden}, held=spec.held)
+        down = {"down_proj": spec.hidden}
+        self._gate_up = parameters.linear(own, spec.hidden, up, held=spec.held, split=COLUMN)
+        self._down = parameters.linear(own, width, down, held=spec.held, split=ROW)
         self._gate: Linear | None = None
         if moe.shared_gate:
             self._gate = parameters.linear(prefix, spec.hidden, {"shared_expert_gate": 1})

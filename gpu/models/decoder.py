@@ -41,7 +41,7 @@ class Layer:
     def __init__(self, spec: ModelSpec, layer: int, parameters: Parameters, inputs: int = 0) -> None:
         """`inputs` as `Attention` takes it."""
         prefix = f"model.layers.{layer}."
-        self.number, self._scale = layer, spec.residual_scale
+        self.number, self._scale, self._partial = layer, spec.residual_scale, spec.ranks > 1
         self._first_norm, self._second_norm = (
             RmsNorm(spec, prefix + name, parameters) for name in self.norm_names
         )
@@ -81,7 +81,13 @@ class Layer:
         x = self._second_norm(ctx, x, residual)
         made = self._mlp(ctx, x)
         if self._shared is not None:
-            residual.add_(self._shared(ctx, x))
+            own = self._shared(ctx, x)
+            if not self._partial:
+                residual.add_(own)
+            elif isinstance(made, PendingExperts):
+                made = made._replace(beside=own)
+            else:
+                made.add_(own)
         return made if isinstance(made, PendingExperts) else scaled(made, self._scale)
 
 

@@ -45,11 +45,13 @@ class Matrix(NamedTuple):
 
 class PendingExperts(NamedTuple):
     """Experts of `x` [n, hidden] by router `logits` [n, experts], not yet run: the norm that
-    consumes their sum runs them, and sums their parts in its own kernel."""
+    consumes their sum runs them, and sums their parts in its own kernel. `beside` [n, hidden] is a rank's
+    part of the shared expert's output, which is added to the sum."""
 
     x: Tensor
     logits: Tensor
     experts: Experts
+    beside: Tensor | None = None
 
 
 Part = Tensor | PendingExperts

@@ -176,8 +176,15 @@ class TritonOps:
         configs = self._kernels.moe
         assert configs is not None, "experts in a model without"
         config, adapters = configs.at(len(part.x)), self._adapters
-        rows, pdl = self.num_rows, self.pdl
-        return fused_moe(*part, config, after, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl)
+        rows, pdl, (x, logits, experts, beside) = self.num_rows, self.pdl, part
+        own = after if beside is None else None
+        made = fused_moe(
+            x, logits, experts, config, own, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl
+        )
+        if beside is None:
+            return made
+        made.add_(beside)
+        return made if after is None else self.add_rms_norm(made, *after, keep)
 
     def attend(
         self,

@@ -76,7 +76,9 @@ def answered(made: LocalExecutor, saved: dict[str, Path]) -> list[Answer]:
 
 
 @pytest.mark.parametrize("beside", ["plain", "eager", "adapters", "ngram"])
-@pytest.mark.parametrize("name", ["gemma2", "qwen3", "llama-tied-bias", "olmo3", "qwen3-moe-mixed"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "qwen3", "llama-tied-bias", "olmo3", "deepseek-v3", "qwen3-moe-mixed"]
+)
 def test_texts_are_those_of_a_cpu(name: str, beside: str, tmp_path: Path) -> None:
     path = tiny_model.build(name, tmp_path / "model", vocab_size=251).path
     saved = {}

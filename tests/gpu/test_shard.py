@@ -68,8 +68,6 @@ def test_each_rank_reads_its_slices(name: str, count: int, more: dict[str, int],
     copies = max(count // spec_of(path).kv_heads, 1)
     for key, times in covered.items():
         match key.split(".")[-2]:
-            case _ if "shared_experts" in key:
-                held = count
             case "q_b_proj" | "kv_b_proj":
                 held = 1
             case "k_proj" | "v_proj":

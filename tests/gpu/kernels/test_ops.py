@@ -31,7 +31,7 @@ from gpu.kernels.lora.linear import Branch
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.lora import LoraExperts, LoraMatrix, StepAdapters
-from gpu.ops.base import Matrix, Ops
+from gpu.ops.base import Matrix, Ops, PendingExperts
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.plain import TorchOps
 from gpu.state.view import StepView
@@ -256,10 +256,13 @@ def test_adapters() -> None:
     layer = Experts(w13, w2, size.top_k, lora=LoraExperts(lora(32, 16, 16, experts=True), None))
 
     def run(ops: Ops) -> list[torch.Tensor]:
-        residual = x.clone()
+        residual, again, made = x.clone(), x.clone(), ops.experts(x, logits, layer)
+        both = made._replace(beside=2 * x) if isinstance(made, PendingExperts) else made + 2 * x
         return [
-            ops.add_rms_norm(ops.experts(x, logits, layer), residual, x.new_ones(32), 1e-6),
+            ops.add_rms_norm(made, residual, x.new_ones(32), 1e-6),
             residual,
+            ops.add_rms_norm(both, again, x.new_ones(32), 1e-6),  # as a rank's part of a shared expert
+            again,
             ops.linear(x, matrix),
             ops.gated_linear(x, matrix, "silu"),
             ops.gated_linear(x, matrix, "gelu_pytorch_tanh"),
