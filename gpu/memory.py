@@ -109,7 +109,11 @@ def device_needs(
     are sampled from, and what is set aside of these for log-probabilities.
     """
     step = int(SLACK * step_tokens * _activation_bytes(spec, dtype)) + _restored_bytes(spec, dtype)
-    nodes = 6 * NODES if spec.transformers else NODES  # of a Qwen3-8B, which launches some 50 a layer there
+    nodes = NODES
+    if spec.transformers:
+        nodes = 6 * NODES  # of a Qwen3-8B, which launches some 50 a layer there
+    elif spec.latent:
+        nodes = 3 * NODES  # of DeepSeek V3 in FP8: 15 for attention, 7 for experts, 5 for the shared one
     return Needs(
         graphs=step + graphs * spec.layers * nodes * NODE_BYTES,
         logits=(3 * (samples or rows) + SCORED) * spec.vocab_size * 4,

@@ -33,6 +33,17 @@ def glm4_moe(fields: Fields) -> ModelSpec:
     return _with_groups(fields, spec, "sigmoid")
 
 
+_GLM_4_7_FLASH: Config = {
+    **_GLM_4_5,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "routed_scaling_factor": 1.8,
+    "v_head_dim": 256,
+}
 _V2: Config = {
     "first_k_dense_replace": 0,
     "moe_intermediate_size": 1407,
@@ -59,6 +70,19 @@ _V3: Config = {
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
+
+
+def glm4_moe_lite(fields: Fields) -> ModelSpec:
+    """Glm4MoeLiteForCausalLM, of GLM-4.7-Flash: DeepSeek V3's attention, GLM-4.5's experts."""
+    fields = fields.over(_GLM_4_7_FLASH)
+    spec = _with_groups(fields, _with_latents(fields, Defaults(202752, 64, norm_eps=1e-5)), "sigmoid")
+    kinds = fields.array("mlp_layer_types")
+    if kinds and (len(kinds) != spec.layers or not set(kinds) <= {"dense", "sparse"}):
+        raise fields.wrong("mlp_layer_types", f"a list of dense and sparse, one per layer ({spec.layers})")
+    if not kinds or spec.moe is None:
+        return spec
+    sparse = frozenset(i for i, kind in enumerate(kinds) if kind == "sparse")
+    return msgspec.structs.replace(spec, moe=msgspec.structs.replace(spec.moe, layers=sparse))
 
 
 def deepseek_v2(fields: Fields) -> ModelSpec:

@@ -62,6 +62,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GptOssForCausalLM": Family(read.gpt_oss, renamed={".mlp.router.": ".mlp.gate."}, int4=False, mxfp4=True),
     "Glm4MoeForCausalLM": Family(deepseek.glm4_moe, int4=False),
+    "Glm4MoeLiteForCausalLM": Family(deepseek.glm4_moe_lite, int4=False),
     "GraniteForCausalLM": Family(read.granite),
     "MixtralForCausalLM": Family(
         read.mixtral,

@@ -128,6 +128,19 @@ def test_a_config_of_kimi_k2() -> None:
     assert got.num_parameters() == pytest.approx(1.026e12, rel=0.01)
 
 
+def test_a_config_of_glm_4_7_flash() -> None:
+    """Of transformers' defaults, which are that model's."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 10240, "num_attention_heads": 20, "vocab_size": 154880}
+    config = {"architectures": ["Glm4MoeLiteForCausalLM"], "num_hidden_layers": 47, **sizes}
+    got = read_spec(config)
+    assert got.latent == LatentSpec(kv_rank=512, rope_dim=64, nope_dim=192, value_dim=256, q_rank=768)
+    assert got.moe is not None and got.moe.layers == set(range(1, 47)) and got.more_layers == 1
+    assert (got.rope.partial, got.norm_eps, got.context_length) == (1.0, 1e-5, 202752)
+    assert got.num_parameters() == pytest.approx(30e9, rel=0.03)
+    with pytest.raises(ModelError, match="mlp_layer_types must be a list of dense and sparse, one per layer"):
+        read_spec({**config, "mlp_layer_types": ["dense"]})
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "named"),
     [

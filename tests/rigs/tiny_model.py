@@ -222,6 +222,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**_GROUPED, **_LATENT, "rope_interleave": False, "attention_bias": True},
     ),
+    "glm4-moe-lite": ("Glm4MoeLite", {**_GROUPED, **_LATENT, "mlp_layer_types": ["sparse", "dense"]}),
     # Sizes divisible by 128, for FP8 in blocks.
     "qwen3-moe-wide": (
         "Qwen3Moe",

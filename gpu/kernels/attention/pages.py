@@ -6,12 +6,11 @@ take: kernels assign those to a constexpr first (`block_d: tl.constexpr = SHAPE.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from torch import Tensor
 
-from gpu.kernels.jit import pow2
+from gpu.kernels.jit import cdiv, pow2
 
 
 class Pages(NamedTuple):
@@ -81,8 +80,8 @@ of 512 columns are 64 registers a thread of four warps."""
 
 
 def latent_parts(heads: int) -> int:
-    """Parts that so many query heads over latents are cut into."""
-    return heads // math.gcd(heads, LATENT_GROUP)
+    """Parts that so many query heads over latents are cut into: equal, and as few as can be."""
+    return next(n for n in range(cdiv(heads, LATENT_GROUP), heads + 1) if heads % n == 0)
 
 
 def kernel_args(q: Tensor, pages: Pages) -> tuple[Keys, Shape]:

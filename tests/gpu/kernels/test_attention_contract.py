@@ -410,7 +410,8 @@ def test_torch(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "name", ["mixed, padded", "cascade, mixed", "head_dim 128", "drafts, 4 at once, mixed"]
+    "name",
+    ["mixed, padded", "cascade, mixed", "head_dim 128", "drafts, 4 at once, mixed", "latents of 512 + 64"],
 )
 def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """What the interpreter's one dtype and a GPU's first do not show."""
@@ -442,6 +443,7 @@ def test_float8_pages(name: str, device: torch.device) -> None:
     [
         *((name, "triton") for name in ("mixed, padded", "cascade, mixed", "few queries, many keys")),
         *((f"drafts, 4 at once{kind}", "triton") for kind in ("", ", mixed", ", cascade")),
+        *((f"latents, {kind}", "triton") for kind in ("padded", "deep", "drafts")),
         ("mixed, padded", "prefill=triton,decode=flashinfer"),
     ],
 )
