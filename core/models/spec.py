@@ -142,7 +142,7 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0
     """What weights are multiplied by in the end."""
     exact_router: bool = False
-    """The router's logits are float32, whatever the model's dtype."""
+    """The router's logits are float32, and on a GPU sums that nothing has rounded before."""
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
