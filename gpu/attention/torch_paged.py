@@ -74,7 +74,7 @@ class TorchAttention:
         """`scale` of the scores; None: 1 / sqrt(head_dim). `cap`, `sinks` and `values` as in
         `AttentionConfig`."""
         self._windows, self._scale, self._cap, self._values = tuple(windows), scale, cap, values
-        self._in_steps = cap > 0 or sinks
+        self._in_steps = cap > 0 or sinks or values > 0  # torch's kernel copies a latent for each head
         self.bind(None)
         self._kv_slot_mapping = torch.empty(0)
         self._decode: dict[int, list[_Decode]] = {}
@@ -120,18 +120,11 @@ class TorchAttention:
     def attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert sinks is None or self._in_steps, "attention was made for layers without sinks"
-        found = self._attend(layer, q, view, sinks)
-        if not self._values:
-            return found
-        # Values as wide as keys take torch's one kernel for both: an eighth of the work is for nothing.
-        return found.view(q.shape)[..., : self._values].flatten(1)
-
-    def _attend(self, layer: int, q: Tensor, view: StepView, sinks: Tensor | None) -> Tensor:
         window, kv_heads = self._windows[layer], self._data.shape[-2]
         groups, blocks = self._decode[window], self._blocks[window]
         if len(groups) == 1 and int(view.num_decode) == view.tokens:
             return self._attend_rows(layer, groups[0], q, kv_heads, sinks)
-        out = torch.empty_like(q).flatten(1)
+        out = q.new_empty(len(q), q.shape[1] * (self._values or q.shape[2]))
         out[int(view.num_tokens) :] = 0  # drafts that the plan allowed and no row had
         for group in groups:
             out[group.rows] = self._attend_rows(layer, group, q[group.rows], kv_heads, sinks)
@@ -163,7 +156,7 @@ class TorchAttention:
             mask = None if block.mask is None else block.mask.repeat(heads // kv_heads, 1)
             own = None if sinks is None else sinks.repeat_interleave(count).view(kv_heads, -1, 1)
             out = self._attend_in_steps(grouped, k, v, mask, own)
-            return out[0].view(heads, count, dim).transpose(0, 1).reshape(count, -1)
+            return out[0].view(heads, count, -1).transpose(0, 1).reshape(count, -1)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             k,
@@ -198,8 +191,8 @@ class TorchAttention:
     def _gather(
         self, layer: int, pages: Tensor | int, rows: int, keys: int, heads: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """K and V [rows, kv_heads, keys, head_dim] of each row's pages; of latents one tensor twice.
-        Consecutive pages are a view."""
+        """K and V [rows, kv_heads, keys, head_dim] of each row's pages, V of latents narrower. Consecutive
+        pages are a view."""
         sides = self._data.shape[3]
         if isinstance(pages, int):
             first = pages * self._page_size
@@ -207,7 +200,7 @@ class TorchAttention:
         else:
             both = self._pages[layer].index_select(0, pages).view(rows, -1, sides, *heads)[:, :keys]
         both = both.permute(2, 0, 3, 1, 4)
-        return both[0], both[-1]
+        return both[0], both[0][..., : self._values] if self._values else both[1]
 
     def _decode_groups(self, decode: StepView, window: int) -> list[_Decode]:
         """The rows of `decode`, a view of decode rows alone, in calls of similar length, longest first.
