@@ -13,6 +13,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", "think"),
     "Gemma3ForCausalLM": ("functiongemma", "-"),
     "Glm4MoeForCausalLM": ("glm", "think"),
+    "Glm4MoeLiteForCausalLM": ("glm", "think"),
     "GptOssForCausalLM": ("harmony", "harmony"),
     "GraniteForCausalLM": ("granite", "granite"),
     "LlamaForCausalLM": ("llama3", "-"),
