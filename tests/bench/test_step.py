@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bench import results, step
+from bench import results
 from bench.chaos.tiny import dummy_model
 from gpu.step.graphs import Launches
 
 
 def test_what_a_step_costs_the_host_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import step  # here: it imports Triton (tests/gpu/kernels/conftest.py)
+
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(Launches, "__getitem__", Launches.__getitem__)  # put back behind the test
     model = dummy_model(tmp_path / "model")

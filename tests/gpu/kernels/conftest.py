@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from gpu.quant import quantise, quantise_groups
 
 # Read when Triton is first imported: functions decorated before it was set cannot be interpreted.
 if not torch.cuda.is_available():
+    assert "triton" not in sys.modules, "a test file elsewhere imports Triton: import it within the test"
     os.environ["TRITON_INTERPRET"] = "1"
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
