@@ -191,10 +191,12 @@ def plan_memory(
     Raises `ConfigError` with need, have and the flag to change.
     """
     parameters = spec.num_parameters()
+    copied = 0
     if spec.tied and needs is None and dtype == torch.float32:
-        parameters += spec.vocab_rows * spec.hidden  # the packed head is a copy (`Decoder.seal`)
+        copied = spec.vocab_rows * spec.hidden  # the packed head is a copy (`Decoder.seal`)
+    parameters += copied
     kinds = _weight_name(spec, dtype)
-    weights = loaded or _weight_bytes(spec, parameters, dtype)
+    weights = loaded or _weight_bytes(spec, parameters, spec.table_parameters() + copied, dtype)
     available += loaded
     if weights > available:
         raise ConfigError(
@@ -242,13 +244,17 @@ def _adapters(needs: Needs) -> str:
     return f" ({_gib(needs.adapters)} for adapters: --max-loras-per-batch, --max-lora-rank)"
 
 
-def _weight_bytes(spec: ModelSpec, parameters: int, dtype: torch.dtype) -> int:
-    """Routers count as FP8 and scales of FP8 not at all: under 0.1% together. Of 4 bits each group has a
-    scale and a zero point, and layers that a checkpoint excepts count as if it did not, in MXFP4 too."""
+def _weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dtype) -> int:
+    """Of so many parameters, `tables` among them. Routers count as FP8 and scales of 8 bits not at all: under
+    0.1% together. Of 4 bits each group has a scale and a zero point, and layers that a checkpoint excepts
+    count as if it did not, in MXFP4 too."""
     if spec.mxfp4 is not None and (moe := spec.moe) is not None:
         packed = 3 * len(moe.layers) * moe.experts * spec.hidden * moe.intermediate
         return (parameters - packed) * dtype.itemsize + packed // 2 + packed // MXFP4_GROUP
-    tables = spec.table_parameters() if spec.held else parameters
+    if not spec.held:
+        tables = parameters
+    if spec.held_tables:
+        tables = 0
     each: float = FP8.itemsize
     if (int4 := spec.int4) is not None:
         each = 0.5 + (2 * dtype.itemsize / int4.group if int4.group else 0.0)
@@ -258,6 +264,8 @@ def _weight_bytes(spec: ModelSpec, parameters: int, dtype: torch.dtype) -> int:
 def _weight_name(spec: ModelSpec, dtype: torch.dtype) -> str:
     if spec.mxfp4 is not None:
         return "mxfp4"
+    if spec.int8:
+        return "int8"
     return "int4" if spec.int4 else _name(FP8 if spec.fp8 else dtype)
 
 

@@ -1,5 +1,5 @@
-"""Whether a model's matrices run in FP8 or in 4 bits, or its experts in MXFP4, and whether ranks can divide
-them so."""
+"""Whether a model's matrices run in FP8 or in 4 bits, on a CPU in 8, or its experts in MXFP4, and whether
+ranks can divide them so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from core.errors import ConfigError
 from core.models import ModelSpec
 from core.models.quant import BLOCK, MXFP4_GROUP
 from core.models.spec import Fp8, Int4, Mxfp4
+from gpu import int8
 from gpu.device import HOPPER
 from gpu.int4 import SPANS, WORD, span
 from gpu.parts import Target
@@ -56,6 +57,15 @@ def choose_mxfp4(spec: ModelSpec, model: ModelConfig, target: Target) -> Mxfp4 |
     """How experts run in MXFP4: as `choose_int4`."""
     runs = target.captures(spec) and target.dtype == torch.bfloat16
     return spec.stored_mxfp4 if runs and model.quantization == "auto" else None
+
+
+def choose_int8(spec: ModelSpec, model: ModelConfig, target: Target) -> bool:
+    """Whether matrices that the checkpoint has quantised, in whatever format, have 8 bits on a CPU. Elsewhere
+    they are dequantised while loading, as experts and what makes latents are."""
+    stored = spec.stored_gguf or spec.stored_int4 is not None or bool(spec.stored_fp8)
+    ours = spec.causal and not spec.transformers and spec.moe is None and spec.latent is None
+    exact = model.quantization == "none" or target.dtype != torch.float32
+    return stored and ours and not exact and target.device.type == "cpu" and int8.runs_here()
 
 
 def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:

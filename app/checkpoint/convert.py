@@ -20,7 +20,7 @@ from core.env import cache_dir, read_object
 from core.errors import ModelError
 from core.models.gguf import gguf_config
 
-_FORMAT = 2
+_FORMAT = 3
 """Part of the cache key: raise it when what is written changes."""
 
 _WORDS = (

@@ -6,6 +6,7 @@ from core.models.sentence import sentence_pooling
 from core.models.spec import (
     ClampedGate,
     Fp8,
+    Held,
     Implementation,
     Int4,
     LatentSpec,
@@ -23,6 +24,7 @@ __all__ = [
     "ClampedGate",
     "DraftSpec",
     "Fp8",
+    "Held",
     "Implementation",
     "Int4",
     "LatentSpec",

@@ -37,6 +37,10 @@ _GEMMA: Mapping[str, str] = {
 }
 
 
+_PLAIN = (None, 0, 1, 32)
+"""Values of `general.file_type` of files in float32, float16 and bfloat16; the others are quantised."""
+
+
 def gguf_config(
     fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factor: float = 1.0
 ) -> dict[str, Any]:
@@ -73,6 +77,8 @@ def gguf_config(
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
     }
+    if fields.get("general.file_type") not in _PLAIN:
+        config["quantization_config"] = {"quant_method": "gguf"}
     config |= _of_kind(kind, fields, want, config)
     for name in ("bos", "eos"):
         if (token := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:

@@ -328,13 +328,21 @@ def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         stored_fp8=fp8_scaling(fields.group("quantization_config")),
         stored_int4=_stored_int4(fields),
         stored_mxfp4=read_mxfp4(fields.group("quantization_config")),
+        stored_gguf=_is_gguf(fields),
         **facts,
     )
 
 
 def _stored_int4(fields: Fields) -> Int4 | None:
+    if not fields.has("quantization_config") or _is_gguf(fields):
+        return None
     config = fields.group("quantization_config")
-    return read_int4(config) if fields.has("quantization_config") and not read_mxfp4(config) else None
+    return None if read_mxfp4(config) else read_int4(config)
+
+
+def _is_gguf(fields: Fields) -> bool:
+    """Whether it is the config of a .gguf file whose matrices are quantised (`core.models.gguf`)."""
+    return fields.group("quantization_config").get("quant_method") == "gguf"
 
 
 def refuse_quantised(fields: Fields, int4: bool = True, mxfp4: bool = False) -> None:

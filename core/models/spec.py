@@ -25,6 +25,9 @@ Fp8 = Literal["", "rows", "blocks"]
 Int4Format = Literal["awq", "gptq", "gptq_v2", "pack-quantized"]
 """Whose tensors hold 4-bit weights. GPTQ's first format has zero points less 1."""
 
+Held8 = Literal["", "int8"]
+"""Whether matrices have 8-bit integers with a scale for each output (`gpu.int8`)."""
+
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 QkNorm = Literal["", "head", "all"]
@@ -109,6 +112,9 @@ class ClampedGate(msgspec.Struct, frozen=True, kw_only=True):
 
     alpha: float
     limit: float
+
+
+Held = Fp8 | Int4 | Held8
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,6 +274,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How the checkpoint's experts lie if they are MXFP4."""
     mxfp4: Mxfp4 | None = None
     """As `int4`, of experts alone: the others are in the dtype of the computation."""
+    stored_gguf: bool = False
+    """The checkpoint is a .gguf file whose matrices are quantised, the tables among them."""
+    int8: bool = False
+    """As `fp8`: matrices that the checkpoint has quantised are 8-bit integers while serving, on a CPU."""
     ranks: int = 1
     """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""
     kv_copies: int = 1
@@ -289,9 +299,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return "transformers" if self.transformers else "native"
 
     @property
-    def held(self) -> Fp8 | Int4:
+    def held(self) -> Held:
         """How the layers' matrices are held while serving; "": in the dtype of the computation."""
-        return self.int4 or self.fp8
+        return "int8" if self.int8 else self.int4 or self.fp8
+
+    @property
+    def held_tables(self) -> Held8:
+        """The same of the embedding and the head."""
+        return "int8" if self.int8 and self.stored_gguf and self.hidden % 4 == 0 else ""
 
     @property
     def causal(self) -> bool:

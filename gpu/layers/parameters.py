@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from core.models import Fp8, Int4
+from core.models import Held, Int4
 from gpu.layers.linear import Linear, Places
 from gpu.lora import Adaptable, LoraShape
 from gpu.shard import ALONE, Shard, Slice, Split, slice_of
@@ -50,7 +50,7 @@ class Parameters:
         inputs: int,
         parts: Mapping[str, int],
         bias: bool = False,
-        held: Fp8 | Int4 = "",
+        held: Held = "",
         split: Split | None = None,
     ) -> Linear:
         """See `Linear`. `prefix` stands before the names of its parts. Sizes are those of the rank, whose

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from core.models import ModelSpec, Norms
+from gpu import int8
 from gpu.context import AuxStates, ForwardContext
 from gpu.layers import (
     Attention,
@@ -26,7 +27,7 @@ from gpu.layers import (
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
 from gpu.ops.base import Matrix, Ops, Part, PendingExperts, Rotation
-from gpu.shard import ALONE, COLUMN, Shard
+from gpu.shard import ALONE, COLUMN, Shard, Split
 
 
 class Layer:
@@ -156,7 +157,7 @@ class Decoder(CausalModel):
         super().__init__(spec, dtype, device, shard)
         parameters, vocabulary = self._parameters, COLUMN._replace(total=spec.vocab_size)
         table = "model.embed_tokens"
-        self.embedding = parameters.tensor(f"{table}.weight", spec.vocab_rows, spec.hidden, split=vocabulary)
+        tied = self._make_table(f"{table}.weight", vocabulary)
         self._table_lora: LoraMatrix | None = None
         own = parameters.slices.get(f"{table}.weight")
         slices = {} if own is None else {table: own.transposed}
@@ -173,14 +174,26 @@ class Decoder(CausalModel):
             "embed": {},
         }
         split = vocabulary if spec.task == "generate" else None
-        self._head = parameters.linear("", spec.hidden, heads[spec.task], split=split)
+        self._head = parameters.linear("", spec.hidden, heads[spec.task], held=spec.held_tables, split=split)
         if spec.tied:
-            self._head.matrix = Matrix(self.embedding)
-            del parameters.places["lm_head.weight"]
+            self._head.matrix = tied
+            for name in ("lm_head.weight", "lm_head.weight_scale"):
+                parameters.places.pop(name, None)
         self._rope = Rope(spec.rope, spec.rope_dim, dtype, device)
         self._window_rope: Rope | None = None
         if spec.window_rope is not None:
             self._window_rope = Rope(spec.window_rope, spec.head_dim, dtype, device)
+
+    def _make_table(self, name: str, vocabulary: Split) -> Matrix:
+        """The embedding, as a head that shares it reads it."""
+        spec, parameters = self.spec, self._parameters
+        if not spec.held_tables:
+            self.embedding = parameters.tensor(name, spec.vocab_rows, spec.hidden, split=vocabulary)
+            return Matrix(self.embedding)
+        self.embedding, numbers, scale = int8.new_table(spec.vocab_rows, spec.hidden, parameters.device)
+        parameters.place(name, numbers, vocabulary)
+        parameters.place(f"{name}_scale", scale, vocabulary)
+        return Matrix(numbers, scale=scale)
 
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""

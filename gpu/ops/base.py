@@ -28,8 +28,9 @@ class Matrix(NamedTuple):
 
     With a `scale` the weight is e4m3: with float32 [outputs] `x` is quantised by row, with
     [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`); or it has 4 bits, int16 [outputs, inputs /
-    4] with a scale [inputs / group, outputs, 2] in x's dtype (`gpu.int4`). `lora` is what adapters add to it,
-    in steps with adapters.
+    4] with a scale [inputs / group, outputs, 2] in x's dtype (`gpu.int4`); or it is int8 with float32
+    [outputs] (`gpu.int8`), which its layer packs and multiplies. `lora` is what adapters add to it, in steps
+    with adapters.
     """
 
     weight: Tensor
@@ -41,6 +42,11 @@ class Matrix(NamedTuple):
     def is_int4(self) -> bool:
         """Whether the weight has 4 bits."""
         return self.weight.dtype == torch.int16
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the weight has 8-bit integers."""
+        return self.weight.dtype == torch.int8
 
 
 class PendingExperts(NamedTuple):
@@ -84,8 +90,8 @@ class Ops(Protocol):
         ...
 
     def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
-        """Rows of `table` [vocab, hidden], with what adapters add: a new [n, hidden], which becomes the
-        residual."""
+        """Rows of `table` [vocab, hidden], on a CPU also of `gpu.int8.new_table`, with what adapters add: a
+        new [n, hidden], which becomes the residual."""
         ...
 
     def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.models import ClampedGate
-from gpu import int4, mxfp4
+from gpu import int4, int8, mxfp4
 from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Choice, Experts
@@ -50,14 +50,14 @@ class TorchOps:
 
     def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
         """See `Ops.embed`."""
-        found = table[ids]
+        found = int8.gather(table, ids)
         if lora is not None and self._rows is not None:
             LORA.embed(ids, lora, self._rows, found)
         return found
 
     def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
         """See `Ops.embed_beside`."""
-        pair = [table[ids], hidden]
+        pair = [int8.gather(table, ids), hidden]
         if norms is not None:
             *weights, eps = norms
             pair = [_normed(x, w, eps) for x, w in zip(pair, weights, strict=True)]

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 
+from gpu import int8
 from gpu.int4 import WORD, pack, quantise, span
 from gpu.layers.linear import Places
 from gpu.quant import FP8, quantise_like
@@ -33,6 +34,10 @@ def fill_dummy(places: Places, device: torch.device, slices: Slices = MappingPro
             numbers, scales = quantise_like(drawn(place, name, torch.bfloat16), scale)
             place.copy_(numbers)
             scale.copy_(scales)
+        elif place.dtype == torch.int8:
+            numbers, scales = int8.quantise(drawn(place, name, torch.bfloat16))
+            place.copy_(numbers)
+            places[name + "_scale"].copy_(scales)
         elif place.dtype == torch.int16:
             weight, scale = drawn(place, name, torch.bfloat16, WORD), places[name + "_scale"]
             group = weight.shape[1] // scale.shape[1]

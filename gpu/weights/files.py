@@ -121,7 +121,7 @@ def _read_int4(filler: Filler, file: safe_open, name: str, holders: Mapping[str,
         return True
     beside = [each for each in holders if each.startswith(f"{layer}.") and is_beside(int4, each)]
     tensors = {each.rpartition(".")[2]: _tensor(each, holders) for each in (name, *beside)}
-    filler.put_int4(weight, read_packed(int4, layer, shape, tensors))
+    filler.put_coarse(weight, read_packed(int4, layer, shape, tensors))
     return True
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from core.errors import ModelError
+from gpu import int8
 from gpu.int4 import WORD
 from gpu.layers.linear import Places
 from gpu.quant import FP8
 from gpu.shard import Slices
 from gpu.weights.experts import Stack, stack_of
 from gpu.weights.fp8 import store
-from gpu.weights.int4 import Packed, dequantise
+from gpu.weights.int4 import Packed
 from gpu.weights.int4 import store as store_int4
 from gpu.weights.stage import Copy
 
@@ -39,6 +40,22 @@ class Names(NamedTuple):
     renamed: Mapping[str, str] = MappingProxyType({})
     fused: Mapping[str, Sequence[str]] = MappingProxyType({})
     stacked: bool = False
+
+
+class Coarse(Protocol):
+    """A quantised matrix [outputs, inputs] as a checkpoint has it, of which never all is dequantised."""
+
+    def part(self, dim: int, start: int, size: int) -> Coarse:
+        """Those `size` outputs (dim 0) that begin at `start`."""
+        ...
+
+    def slabs(self) -> Iterator[tuple[int, Coarse]]:
+        """Yield the matrix in blocks of outputs, each with the index of its first output."""
+        ...
+
+    def floats(self) -> torch.Tensor:
+        """float32 [outputs, inputs]."""
+        ...
 
 
 class Filler:
@@ -150,21 +167,49 @@ class Filler:
         else:
             self._put(self._place_name(name), tensor, scale)
 
-    def put_int4(self, name: str, packed: Packed) -> None:
-        """`put` of a weight of 4 bits, as the checkpoint has it. Where its place has other numbers it is
-        dequantised."""
+    def put_coarse(self, name: str, matrix: Coarse) -> None:
+        """`put` of a quantised weight as the checkpoint has it. Where its place has other numbers it is
+        dequantised, some rows at a time."""
         first = 0
         for part in self._parts(name) or [self._place_name(name)]:
             size = self._whole(part)[0]
-            own = packed.part(0, first, size)
-            if self._places[part].dtype == torch.int16:
+            own = matrix.part(0, first, size)
+            dtype = self._places[part].dtype
+            if dtype == torch.int16 and isinstance(own, Packed):
                 self._put_words(part, own)
+            elif dtype == FP8:  # a scale may be of rows of several slabs
+                self._put(part, torch.cat([slab.floats() for _, slab in own.slabs()]), None)
             else:
-                self._put(part, dequantise(own), None)
+                self._put_slabs(part, own)
             first += size
 
+    def _put_slabs(self, name: str, matrix: Coarse) -> None:
+        """`put_coarse` into the place `name`, in the dtype of the computation or of 8 bits."""
+        if name in self._filled:
+            raise ModelError(f"The checkpoint holds {name} twice.")
+        part, place = self._slices.get(name), self._places[name]
+        for first, slab in matrix.slabs():
+            rows, at = slab.floats(), first
+            if part is not None and part.dim == 1:
+                rows = part.of(rows)
+            elif part is not None:
+                low, high = (
+                    min(max(each - first, 0), len(rows)) for each in (part.start, part.start + part.size)
+                )
+                rows, at = rows[low:high], first + low - part.start
+            if not len(rows):
+                continue
+            own = slice(at, at + len(rows))
+            if place.dtype == torch.int8:
+                int8.store(place[own], self._places[name + "_scale"][own], rows)
+            else:
+                self._copy(place[own], rows)
+        self._filled[name] = None
+        if place.dtype == torch.int8:
+            self._filled[name + "_scale"] = None
+
     def _put_words(self, name: str, packed: Packed) -> None:
-        """`put_int4` into the place `name`."""
+        """`put_coarse` into the place `name`."""
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
         if (part := self._slices.get(name)) is not None:
@@ -194,6 +239,9 @@ class Filler:
             else:
                 self._copy(place, tensor)
                 self._copy(scales, scale)
+            self._filled[name + "_scale"] = None
+        elif place.dtype == torch.int8:
+            int8.store(place, self._places[name + "_scale"], tensor)
             self._filled[name + "_scale"] = None
         else:
             self._copy(place, tensor)

@@ -5,14 +5,15 @@ Names and rope layout follow llama.cpp's convert_hf_to_gguf.py, undone.
 
 from __future__ import annotations
 
+import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderTensor, dequantize
 
 from core.errors import ModelError
 from core.models.gguf import gguf_config
@@ -58,6 +59,9 @@ _PERMUTED = ("granite", "llama", "smollm3")
 
 _ROPE_FREQS = "rope_freqs.weight"
 """Llama 3's scaling as a tensor of divisors; it goes into the config instead."""
+
+_SLAB = 2**20
+"""Numbers that are dequantised at once: some 20 MiB in passing, in each of the reading threads."""
 
 _RUN = 16
 """Tensors per task of the reading threads."""
@@ -119,6 +123,42 @@ def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, half, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
+class _Matrix(NamedTuple):
+    """A matrix [outputs, inputs] of a file, or some of its outputs (`gpu.weights.fill.Coarse`).
+
+    rows    uint8 [outputs, bytes] in the mapped file, or in the order of halves where that differs
+    """
+
+    name: str
+    kind: GGMLQuantizationType
+    rows: np.ndarray[Any, np.dtype[np.uint8]]
+    inputs: int
+
+    def part(self, dim: int, start: int, size: int) -> _Matrix:
+        """Those `size` outputs that begin at `start`; `dim` is 0."""
+        return self._replace(rows=self.rows[start : start + size])
+
+    def slabs(self) -> Iterator[tuple[int, _Matrix]]:
+        """Yield the matrix in blocks of outputs, each with the index of its first output."""
+        step = max(_SLAB // self.inputs, 1)
+        for first in range(0, len(self.rows), step):
+            yield first, self.part(0, first, step)
+
+    def floats(self) -> torch.Tensor:
+        """float32 [outputs, inputs]. Raises `ModelError` for an unknown format."""
+        try:
+            values = dequantize(self.rows, self.kind)
+        except (
+            RuntimeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # an unknown format is a RuntimeError
+            raise ModelError(f"Cannot dequantise {self.name} of the GGUF file: {error}.") from error
+        # A copy where nothing was dequantised: torch takes no read-only memory.
+        values = np.array(values, np.float32, copy=None if values.flags.writeable else True)
+        return torch.from_numpy(values).reshape(len(self.rows), self.inputs)
+
+
 def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: Progress) -> None:
     """Dequantise every tensor into its place. Raises `ModelError` for a file that cannot be read."""
     fields, found = _open(path)
@@ -132,19 +172,30 @@ def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: P
     run_tasks(tasks, len(tensors), device, progress)
 
 
+def _release(tensor: ReaderTensor) -> None:
+    """Take the pages of a tensor that was read out of the process's memory: or the whole file would lie there
+    beside the weights."""
+    mapped = tensor.data
+    while isinstance(mapped, np.ndarray):
+        mapped = mapped.base
+    if isinstance(mapped, mmap.mmap) and hasattr(mapped, "madvise"):
+        first = tensor.data_offset // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, first, tensor.data_offset + tensor.n_bytes - first)
+
+
 def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], permuted: Mapping[str, int]) -> Task:
     def put(tensor: ReaderTensor, name: str, rows: Any, shape: tuple[int, ...]) -> None:
         if not filler.wants(name, shape):
             return
-        try:
-            values = dequantize(rows, tensor.tensor_type)
-        except (RuntimeError, ValueError) as error:  # an unknown format is a RuntimeError
-            raise ModelError(f"Cannot dequantise {tensor.name} of the GGUF file: {error}.") from error
-        # A copy where nothing was dequantised: torch takes no read-only memory.
-        values = np.array(values, np.float32, copy=None if values.flags.writeable else True)
-        weight = torch.from_numpy(values).reshape(shape)
         heads = permuted.get(tensor.name.split(".")[-2])
-        filler.put(name, weight if heads is None else unpermute(weight, heads))
+        if heads is not None:
+            rows = unpermute(torch.from_numpy(np.array(rows)), heads).numpy()
+        outputs = shape[0] if len(shape) == 2 else 1
+        matrix = _Matrix(tensor.name, tensor.tensor_type, rows.reshape(outputs, -1), shape[-1])
+        if len(shape) == 2:
+            filler.put_coarse(name, matrix)
+        else:
+            filler.put(name, matrix.floats().reshape(shape))
 
     def read(tick: Callable[[], None]) -> None:
         for name, tensor in named:
@@ -156,6 +207,7 @@ def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], permuted: Map
                     put(tensor, name.format(expert), rows, shape[1:])
             else:
                 put(tensor, name, tensor.data, shape)
+            _release(tensor)
             tick()
 
     return read

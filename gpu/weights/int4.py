@@ -162,6 +162,10 @@ class Packed(NamedTuple):
                 zeros = zeros + (kind == "gptq")
         return numbers, torch.stack([scales.float(), zeros.float()], -1)
 
+    def floats(self) -> Tensor:
+        """float32 [outputs, inputs]."""
+        return expand(*self.unpack())
+
 
 def _numbers(words: Tensor) -> Tensor:
     """uint8 [n, 8 m] of int32 `words` [n, m]."""
@@ -217,12 +221,3 @@ def store(place: Tensor, scale: Tensor, packed: Packed, copy: Copy) -> None:
         rows = slice(first, first + slab.outputs)
         place[rows].copy_(pack(numbers, apart))
         scale[rows].copy_(pairs.transpose(0, 1))
-
-
-def dequantise(packed: Packed) -> Tensor:
-    """float32 [outputs, inputs]."""
-    found = torch.empty(packed.outputs, packed.inputs)
-    for first, slab in packed.slabs():
-        numbers, pairs = slab.unpack()
-        found[first : first + slab.outputs] = expand(numbers, pairs)
-    return found

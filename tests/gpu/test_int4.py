@@ -177,10 +177,10 @@ LIMITS = AdapterLimits(places=1, max_rank=8, host=2, targets=LINEAR)
 
 
 def answers(path: Path, tp: int = 1, adapter: Path | None = None) -> list[Answer]:
-    """Of prompts in chunks beside decode rows."""
+    """Of prompts in chunks beside decode rows, by exact products."""
     schedule = ScheduleConfig(step_tokens=32, max_running=4)
     beside = Beside(parallel=ParallelConfig(tp=tp), adapters=None if adapter is None else LIMITS)
-    model, cache = ModelConfig(device="cpu"), CacheConfig(page_size=4, kv_tokens=2048)
+    model, cache = ModelConfig(device="cpu", quantization="none"), CacheConfig(page_size=4, kv_tokens=2048)
     made = build_executor(spec_of(path), path, model, cache, schedule, lambda stage, share: None, beside)
     made.prepare(lambda share: None)
     driver = Driver(made, schedule)
@@ -200,7 +200,7 @@ def answers(path: Path, tp: int = 1, adapter: Path | None = None) -> list[Answer
 def test_text_is_that_of_the_plain_weights(
     kind: Kind, tp: int, adapts: bool, served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By all layers: dequantised while loading, as a CPU serves it, and by the twin of the kernels."""
+    """By all layers: dequantised while loading, and by the twin of the kernels."""
     path = tiny_model.build("qwen3", tmp_path / "fine", **WIDE).path
     plain = plain_of(path, quantise(path, kind), tmp_path / "plain")
     adapter = lora.save(lora.adapter_for(plain), tmp_path / "lora") if adapts else None

@@ -64,7 +64,9 @@ def build(
     path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHING_BESIDE, nodes: int = 1
 ) -> LocalExecutor:
     """Of all ranks, or node 0 of two."""
-    config = ModelConfig(device="cpu", logit_processor=f"only={HERE}:only,broken={HERE}:broken")
+    config = ModelConfig(
+        device="cpu", quantization="none", logit_processor=f"only={HERE}:only,broken={HERE}:broken"
+    )
     cache = CacheConfig(page_size=4, kv_tokens=4096)
 
     def of(parallel: ParallelConfig, nodes: Nodes | None = None) -> LocalExecutor:

@@ -12,7 +12,7 @@ import numpy as np
 
 from core.cache.manager import CacheManager
 from core.clock import monotonic
-from core.command import Command, CommandDone
+from core.command import Action, Command, CommandDone
 from core.config import ScheduleConfig
 from core.executor import Executor
 from core.grammar import CompiledGrammar
@@ -54,9 +54,16 @@ class Driver:
 
     def load(self, adapter: str, path: Path) -> None:
         """Read an adapter to the host."""
+        self._carry_out("adapter_read", path, adapter)
+
+    def reload(self, path: Path) -> None:
+        """Run the weights of another checkpoint from now on."""
+        self._carry_out("load_weights", path)
+
+    def _carry_out(self, action: Action, path: Path, adapter: str = "") -> None:
         self._commands.append("")
         self._executor.command(
-            Command(id=len(self._commands), action="adapter_read", adapter=adapter, path=str(path))
+            Command(id=len(self._commands), action=action, adapter=adapter, path=str(path))
         )
         assert self._arrived.acquire(timeout=PATIENCE), "no answer arrived"
         (done,) = self._executor.results()

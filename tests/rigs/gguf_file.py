@@ -68,10 +68,21 @@ def apart(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor
             yield name + ".weight" if name.endswith("experts.down_proj") else name, tensor
 
 
-def write(path: Path, arch: str, reference: transformers.PreTrainedModel, quantise: bool = False) -> Path:
-    """`reference`, a transformers model, as a GGUF file."""
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+
+def write(
+    path: Path,
+    arch: str,
+    reference: transformers.PreTrainedModel,
+    quantise: bool = False,
+    kind: gguf.GGMLQuantizationType = Q8_0,
+) -> Path:
+    """`reference`, a transformers model, as a GGUF file; `quantise`: its matrices as `kind`."""
     config = reference.config
     writer = gguf.GGUFWriter(str(path), arch)
+    # As llama.cpp counts them, which the library does not say of every kind.
+    writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q8_0 if quantise else gguf.LlamaFileType.ALL_F32))
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -119,7 +130,6 @@ def write(path: Path, arch: str, reference: transformers.PreTrainedModel, quanti
             tensor = tensor + 1.0
         data = tensor.contiguous().numpy()
         if quantise and tensor.dim() > 1:
-            kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(gguf_name(name, arch), gguf.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(gguf_name(name, arch), data)

@@ -1,0 +1,302 @@
+"""Quantised checkpoints on a CPU: products of 8 bits, and whole models that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import gguf
+import msgspec
+import pytest
+import torch
+
+from core.adapters import LINEAR, AdapterLimits
+from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from core.models import ModelSpec
+from core.request import SamplingParams
+from gpu import int8
+from gpu.build import Beside, build_executor, spec_of
+from gpu.device import CudaFacts
+from gpu.layers import Linear
+from gpu.memory import plan_memory
+from gpu.models.base import CausalModel
+from gpu.parts import Target
+from gpu.shard import Shard
+from gpu.weight_formats import choose_int8, shard_spec
+from gpu.weights import load_model
+from tests.rigs import gguf_file, lora, tiny_model
+from tests.rigs.driver import Answer, Driver
+from tests.rigs.fp8_files import per_channel, quantised
+from tests.rigs.int4_files import KINDS, WIDE, quantise
+from tests.rigs.runner import CPU
+
+pytestmark = pytest.mark.skipif(not int8.runs_here(), reason="torch has no such product on this CPU")
+
+Kind = gguf.GGMLQuantizationType
+SIZES = {**WIDE, "initializer_range": 0.1}
+"""Of wide matrices, and less steep than other tiny models: what rounding changes they do not multiply."""
+ON_CPU = Target(CPU, torch.float32, CudaFacts("no GPU"))
+
+
+# -- products ---------------------------------------------------------------------------------------
+
+
+def exact(x: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.double() @ numbers.double().t() * scale.double()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, int8.ROWS, int8.ROWS + 1])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (100, 7), (576, 960)])
+def test_a_product_is_that_of_the_weights(rows: int, inputs: int, outputs: int) -> None:
+    """Activations are rounded to 126 × 126 parts of the largest of their row, and nothing else is."""
+    torch.manual_seed(rows)
+    x, bias = torch.randn(rows, inputs), torch.randn(outputs)
+    x[:, 3] *= 300  # one that leaves the others few digits
+    x[0] = 0
+    numbers, scale = int8.quantise(torch.randn(outputs, inputs) * 0.02)
+    found = int8.product(x, int8.pack(numbers), scale, bias)
+    step = x.abs().amax(1, keepdim=True) / int8.DIGIT / (2 * int8.DIGIT)
+    bound = step / 2 * int8.restore(numbers, scale).abs().sum(1) * 1.01 + 1e-5
+    assert ((found - exact(x, numbers, scale) - bias).abs() <= bound).all()
+    assert torch.equal(found[0], bias)
+
+
+def test_the_largest_numbers_do_not_overflow() -> None:
+    """Sums of pairs fit into 16 bits, where a CPU adds them so, and all of them into 32."""
+    inputs = 8960
+    numbers = torch.full((3, inputs), int8.TOP, dtype=torch.int8)
+    numbers[1].neg_()
+    numbers[2, ::2].neg_()
+    x, scale = torch.ones(2, inputs), torch.ones(3)
+    x[1, 1::2] = -1
+    torch.testing.assert_close(
+        int8.product(x, int8.pack(numbers), scale).double(), exact(x, numbers, scale), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_no_rows() -> None:
+    numbers, scale = int8.quantise(torch.randn(16, 32))
+    assert int8.product(torch.zeros(0, 32), int8.pack(numbers), scale).shape == (0, 16)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    numbers, scale = int8.quantise(torch.randn(16, 32))
+    x = torch.ones(3, 32)
+    x[1, 5] = torch.nan
+    found = int8.product(x, int8.pack(numbers), scale)
+    assert found[1].isnan().all()
+    assert found[::2].isfinite().all()
+
+
+def test_rows_of_a_table() -> None:
+    table, numbers, scale = int8.new_table(50, 24, CPU)
+    weight = torch.randn(50, 24)
+    int8.store(numbers, scale, weight)
+    ids = torch.tensor([49, 0, 7, 7])
+    assert len(table) == 50
+    assert torch.equal(int8.gather(table, ids), int8.restore(numbers, scale)[ids])
+    torch.testing.assert_close(int8.gather(table, ids), weight[ids], atol=4 / 254, rtol=0)
+    assert torch.equal(int8.gather(weight, ids), weight[ids])
+
+
+# -- loading ------------------------------------------------------------------------------------------
+
+
+def held(path: Path) -> ModelSpec:
+    spec = spec_of(path)
+    assert choose_int8(spec, ModelConfig(), ON_CPU)
+    return msgspec.structs.replace(spec, int8=True)
+
+
+def gguf_of(variant: str, folder: Path, kind: Kind = Kind.Q8_0, **fields: Any) -> Path:
+    tiny = tiny_model.build(variant, folder / "hf", **SIZES, **fields)
+    return gguf_file.write(folder / "tiny.gguf", variant, tiny.reference, True, kind)
+
+
+def awq(folder: Path) -> Path:
+    path = tiny_model.build("llama", folder / "hf", **SIZES).path
+    quantise(path, KINDS["awq"])
+    return path
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_1], ids=lambda kind: kind.name)
+def test_matrices_of_a_gguf_and_its_tables(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dequantised and quantised anew in slabs of three rows, which queries' halves, too, cross."""
+    file = gguf_of("llama", tmp_path, kind)
+    want = load_model(spec_of(file), file, torch.float32, CPU).places()
+    monkeypatch.setattr("gpu.weights.gguf._SLAB", 3 * 128)
+    monkeypatch.setattr("gpu.int8.SLAB", 2 * 128)
+    places = load_model(held(file), file, torch.float32, CPU).places()
+    for name, weight in want.items():
+        if weight.dim() == 1:
+            assert torch.equal(places[name], weight)
+            continue
+        numbers, scale = int8.quantise(weight)
+        assert torch.equal(places[name], numbers)
+        assert torch.equal(places[name + "_scale"], scale)
+
+
+def test_tables_that_the_checkpoint_has_in_16_bits_stay(tmp_path: Path) -> None:
+    path = awq(tmp_path)
+    places = load_model(held(path), path, torch.float32, CPU).places()
+    kept = {name for name, place in places.items() if place.dtype == torch.int8}
+    assert len(kept) == 2 * 7
+    assert all("_proj" in name for name in kept)
+
+
+@pytest.mark.parametrize("make", [partial(gguf_of, "llama"), awq], ids=["gguf", "awq"])
+def test_a_rank_quantises_its_part(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = make(tmp_path)
+    want = load_model(spec_of(path), path, torch.float32, CPU).places()
+    for rank in range(2):
+        model = load_model(shard_spec(held(path), 2), path, torch.float32, CPU, shard=Shard(rank, 2))
+        for name, place in model.places().items():
+            if place.dtype == torch.int8:
+                own = model.slices[name].of(want[name])
+                numbers, scale = int8.quantise(own)
+                assert torch.equal(place, numbers)
+                assert torch.equal(model.places()[name + "_scale"], scale)
+
+
+def linears(model: CausalModel) -> list[Linear]:
+    return [seal.__self__ for seal in model._parameters.seals if isinstance(seal, MethodType)]
+
+
+def bytes_of(model: CausalModel) -> int:
+    """Of what a sealed model multiplies by and gathers from. An opaque matrix has those of its shape."""
+    matrices = [linear.matrix.weight for linear in linears(model)]
+    return sum(each.numel() * each.element_size() for each in (*matrices, model.embedding))
+
+
+def test_no_copy_in_32_bits_stays(tmp_path: Path) -> None:
+    file = gguf_of("llama", tmp_path)
+    model = load_model(held(file), file, torch.float32, CPU)
+    model.seal()
+    assert not model.places()
+    assert {linear.matrix.weight.dtype for linear in linears(model)} == {torch.int8}
+    spec = model.spec
+    assert bytes_of(model) == spec.num_parameters() + 4 * spec.vocab_size
+    plan = plan_memory(spec, torch.float32, CacheConfig(kv_tokens=64), 2**30, 64)
+    assert (plan.weight_dtype, plan.weights) == ("int8", spec.num_parameters())
+
+
+def test_random_weights(tmp_path: Path) -> None:
+    file = gguf_of("llama", tmp_path)
+    places = load_model(held(file), None, torch.float32, CPU).places()
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
+        assert 0.015 < float(int8.restore(places[name], places[name + "_scale"]).std()) < 0.025
+
+
+def test_where_8_bits_are_held(tmp_path: Path) -> None:
+    spec, auto = spec_of(gguf_of("llama", tmp_path)), ModelConfig()
+    assert choose_int8(spec, auto, ON_CPU)
+    assert not choose_int8(spec, ModelConfig(quantization="none"), ON_CPU)
+    assert not choose_int8(spec, auto, ON_CPU._replace(dtype=torch.bfloat16))
+    assert not choose_int8(spec, auto, ON_CPU._replace(device=torch.device("cuda")))
+    assert not choose_int8(msgspec.structs.replace(spec, stored_gguf=False), auto, ON_CPU)
+    moe = tiny_model.build("mixtral", tmp_path / "moe")
+    file = gguf_file.write(tmp_path / "moe.gguf", "llama", moe.reference, True)
+    assert spec_of(file).stored_gguf
+    assert not choose_int8(spec_of(file), auto, ON_CPU), "experts are dequantised"
+
+
+# -- the whole engine --------------------------------------------------------------------------------
+
+PROMPTS = [[int(i * 37 % 241) + 3 for i in range(n)] for n in (90, 23, 40)]
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=n, logprobs=2, prompt_logprobs=0) for n in (6, 12, 4)]
+LIMITS = AdapterLimits(places=1, max_rank=8, host=2, targets=LINEAR)
+
+MEAN, MOST = 0.1, 0.6
+"""Of the difference of a prompt token's log-probability, over a prompt and at most."""
+
+
+def answers(
+    path: Path, exact: bool, tp: int = 1, adapter: Path | None = None, then: Path | None = None
+) -> list[Answer]:
+    """Of prompts in chunks beside decode rows; of the weights of `then` where that is given."""
+    schedule = ScheduleConfig(step_tokens=32, max_running=4)
+    beside = Beside(parallel=ParallelConfig(tp=tp), adapters=None if adapter is None else LIMITS)
+    model = ModelConfig(device="cpu", quantization="none" if exact else "auto")
+    cache = CacheConfig(page_size=4, kv_tokens=2048)
+    made = build_executor(spec_of(path), path, model, cache, schedule, lambda stage, share: None, beside)
+    assert made.capabilities.weight_dtype == ("float32" if exact else "int8")
+    made.prepare(lambda share: None)
+    driver = Driver(made, schedule)
+    try:
+        if then is not None:
+            driver.reload(then)
+        if adapter is None:
+            return driver.run(PROMPTS, PARAMS)
+        driver.load("one", adapter)
+        return driver.run(PROMPTS, PARAMS, adapters=["one", "", "one"])
+    finally:
+        driver.close()
+
+
+def alike(found: list[Answer], want: list[Answer]) -> None:
+    """Log-probabilities of a prompt, which both read alike, and tokens until two were about as likely."""
+    for one, other in zip(found, want, strict=True):
+        values, wanted = (torch.cat([torch.tensor(p.values) for p in each.prompt]) for each in (one, other))
+        off = (values - wanted).abs()
+        assert off.mean() < MEAN
+        assert off.max() < MOST
+        for token, expected, margin in zip(one.tokens, other.tokens, other.margins, strict=True):
+            if margin < MOST:
+                break
+            assert token == expected
+
+
+def w4a16(folder: Path) -> Path:
+    path = tiny_model.build("qwen3", folder / "hf", **SIZES).path
+    quantise(path, KINDS["w4a16"])
+    return path
+
+
+def gptq(folder: Path) -> Path:
+    path = tiny_model.build("qwen2", folder / "hf", **SIZES).path
+    quantise(path, KINDS["gptq"])
+    return path
+
+
+def fp8(folder: Path) -> Path:
+    path = tiny_model.build("llama", folder / "hf", **SIZES).path
+    quantised(path, per_channel, "_scale", {"quant_method": "fbgemm_fp8"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "tp", "adapts"),
+    [
+        (partial(gguf_of, "llama"), 1, True),
+        (partial(gguf_of, "llama", tie_word_embeddings=True), 2, False),
+        (partial(gguf_of, "gemma2", kind=Kind.Q4_1), 1, False),
+        (awq, 2, True),
+        (gptq, 1, False),
+        (w4a16, 1, False),
+        (fp8, 1, False),
+    ],
+    ids=["gguf", "gguf, tied, two ranks", "gguf, 4 bits", "awq, two ranks", "gptq", "w4a16", "fp8"],
+)
+def test_text_is_that_of_the_dequantised_model(
+    make: Callable[[Path], Path], tp: int, adapts: bool, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    adapter = lora.save(lora.adapter_for(path), tmp_path / "lora") if adapts else None
+    alike(answers(path, False, tp, adapter), answers(path, True, adapter=adapter))
+
+
+def test_other_weights(tmp_path: Path) -> None:
+    one, other = gguf_of("llama", tmp_path), tmp_path / "other.gguf"
+    torch.manual_seed(7)
+    reference = tiny_model.build("llama", tmp_path / "other", **SIZES).reference
+    for weight in reference.parameters():
+        weight.data.mul_(-1)
+    gguf_file.write(other, "llama", reference, True)
+    want = answers(other, True)
+    assert [each.tokens for each in answers(one, True)] != [each.tokens for each in want]
+    alike(answers(one, False, then=other), want)
