@@ -151,6 +151,7 @@ for round in range({ROUNDS} + 1):
 @contextmanager
 def _server(variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     command = [sys.executable, "-m", "app", "--port", str(PORT), "--log-level", "error"]
+    command += ["--quantization", "none"]  # the file has 4 bits, and the peer runs float32
     server = subprocess.Popen(command, env={**os.environ, **variables})
     try:
         while True:

@@ -8,6 +8,8 @@ second of the server's own CPU time; memory is the most that the process had (Vm
 
 Both get the same random token ids, by HTTP, and answer greedily without an end. `--python` is one that has
 xllamacpp. llama.cpp keeps its KV cache in float16, Loom in float32.
+
+    python -m bench.llama --drift --model FILE.gguf --name cpu-drift
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from app.offline import LLM
 from bench.results import write
 
 PORTS = {"loom": 8771, "llama.cpp": 8772}
 TOKENS = 8192
 """Of the KV cache."""
 STREAMS = (1, 4, 8)
-PROMPT, OUTPUT, LONG = 64, 48, 512
+PROMPT, OUTPUT, LONG = 64, 32, 256
 WAIT = 300.0
 """Seconds that a server may take to start."""
 
@@ -85,14 +90,43 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--python", required=True)
+    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--name", required=True, help="of the file in bench/results")
+    parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most-id", type=int, default=40_000)
+    parser.add_argument(
+        "--drift", action="store_true", help="compare log-probabilities with --quantization none"
+    )
     args = parser.parse_args()
-    found = {f"{n} threads": measure(args.model, args.python, n, args.rounds, args.most_id) for n in (1, 2)}
-    size = args.model.stat().st_size // 2**20
-    write(args.name, {"model": args.model.name, "file_mib": size, "kv_tokens": TOKENS, "found": found})
+    if args.drift:
+        write(args.name, {"model": args.model.name, "drift": drift(args.model)})
+        return
+    size, found = args.model.stat().st_size // 2**20, {}
+    for threads in map(int, args.threads.split(",")):
+        key = f"{threads} threads"
+        found[key] = measure(args.model, args.python, threads, args.rounds, args.most_id)
+        write(args.name, {"model": args.model.name, "file_mib": size, "kv_tokens": TOKENS, "found": found})
+
+
+def drift(model: Path) -> dict[str, float]:
+    """How far log-probabilities of a text's tokens are from those of the dequantised model."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()[:4000]
+    found: list[list[float]] = []
+    for quantization in ("auto", "none"):
+        with LLM(str(model), device="cpu", quantization=quantization, kv_tokens=TOKENS) as llm:
+            [output] = llm.generate([text], max_tokens=1, echo=True, logprobs=0)
+            found.append(output.choices[0].logprobs["token_logprobs"][1:-1])
+    own, exact = (np.array(each) for each in found)
+    off = np.abs(own - exact)
+    return {
+        "tokens": len(off),
+        "mean": round(float(off.mean()), 4),
+        "p99": round(float(np.quantile(off, 0.99)), 4),
+        "largest": round(float(off.max()), 4),
+        "mean_logprob": round(float(own.mean()), 4),
+        "mean_logprob_dequantised": round(float(exact.mean()), 4),
+    }
 
 
 def measure(model: Path, python: str, threads: int, rounds: int, most: int) -> dict[str, object]:

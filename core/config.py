@@ -56,8 +56,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "fp8", "fp8-blocks"],
-        "quantization of linear layers on a GPU; auto: that of the checkpoint (FP8; 4 bits of AWQ, GPTQ or "
-        "W4A16); fp8: per channel unless it has scales; fp8-blocks: per 128 x 128; none: dequantise",
+        "quantization of linear layers; auto: on a GPU that of the checkpoint (FP8; 4 bits of AWQ, GPTQ or "
+        "W4A16), on a CPU 8 bits of any quantised one; fp8, fp8-blocks: on a GPU, per channel unless it has "
+        "scales, per 128 x 128; none: dequantise",
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
