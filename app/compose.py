@@ -304,7 +304,7 @@ def _engine(executor: Executor, config: Config, events: CacheEvents | None) -> E
         capabilities.num_pages,
         capabilities.page_size,
         # What an encoder computes of a prefix depends on what follows it.
-        radix=config.cache.radix_cache and capabilities.causal,
+        radix=config.cache.radix_cache and capabilities.causal and capabilities.checkpoints is None,
         eviction=config.cache.eviction,
         pin_share=config.cache.pin_share,
         events=events,

@@ -40,6 +40,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     causal: bool = True
     """Causal attention. Without it, as in encoders, a prompt runs whole in one step, and its pages are of no
     use to another request."""
+    checkpoints: int | None = None
+    """Checkpoints of linear attention's states: 1 ... so many are usable. None: the model has no states."""
     device: str = "cpu"
     dtype: str = ""
     """Of the computation; weights and pages may have a smaller one."""

@@ -35,6 +35,7 @@ from gpu.draft.build import Make as MakeDrafter
 from gpu.draft.model import DraftMachine
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
+from gpu.kv.states import StatePool
 from gpu.maintenance import Maintenance
 from gpu.memory import (
     MemoryPlan,
@@ -44,6 +45,7 @@ from gpu.memory import (
     memory_table,
     page_dtype,
     plan_memory,
+    with_states,
 )
 from gpu.models.base import CausalModel
 from gpu.models.ranks import RankModel
@@ -187,7 +189,10 @@ def build_executor(
 
     def make_pool(device: torch.device) -> KvPool:
         kept = page_dtype(cache, dtype)
-        return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, spec.kv_shape, kept, device)
+        pool = KvPool(spec.kv_layers, memory.num_pages, cache.page_size, spec.kv_shape, kept, device)
+        if spec.linear is not None:
+            pool.states = StatePool(spec.linear, sizes.rows + 1, memory.checkpoints, dtype, device)
+        return pool
 
     progress("pool", 0.0)
     each: list[Parts] = []
@@ -308,6 +313,7 @@ def _capabilities(parts: Parts, memory: MemoryPlan, shape: Shape) -> Capabilitie
         masked_drafts=0 if shape.trees else MASKED_DRAFTS,
         max_samples=shape.samples,
         causal=parts.spec.causal,
+        checkpoints=None if parts.spec.linear is None else memory.checkpoints,
         dtype=str(dtype).removeprefix("torch."),
         weight_dtype=memory.weight_dtype,
         kv_dtype=memory.kv_dtype,
@@ -385,6 +391,8 @@ def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:
     if cache.kv_dtype != "fp8":
         return
     flag = f"--kv-dtype {cache.kv_dtype}"
+    if spec.linear is not None:
+        raise ConfigError(f"{flag}: {spec.architecture} has linear attention, and was never run with it.")
     if target.device.type != "cuda":
         raise ConfigError(f"{flag} needs a GPU (--device cuda): a CPU attends in its own dtype alone.")
     if not spec.causal:
@@ -440,7 +448,10 @@ def _memory(
             needs = needs._replace(drafts=draft.held_bytes(spec, sizes, samples, target.dtype), page=page)
     else:
         available = available // ranks - adapters  # all of this process share a CPU's memory
-    return plan_memory(spec, target.dtype, cache, available, rows * sizes.context, needs, loaded)
+    slots, each = with_states(spec, target.dtype, rows, available)
+    room = available - slots * each
+    plan = plan_memory(spec, target.dtype, cache, room, rows * sizes.context, needs, loaded)
+    return plan._replace(available=plan.available + slots * each, slots=slots, state_bytes=each)
 
 
 def _free_bytes(targets: Sequence[Target], nodes: Nodes | None) -> int:

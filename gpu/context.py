@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpu.embeds import Embedded
 from gpu.ops.base import Ops
+from gpu.state.recurrent import StepStates
 
 
 class AuxStates(NamedTuple):
@@ -42,6 +43,7 @@ class ForwardContext(NamedTuple):
     routes     gets what the router of each layer chooses, integers [num_tokens, experts per token]; None
                where no request wants them
     aux        what to keep for a draft model
+    states     of linear attention, where layers have it
     """
 
     positions: Tensor
@@ -52,3 +54,4 @@ class ForwardContext(NamedTuple):
     embedded: Embedded | None = None
     routes: list[Tensor] | None = None
     aux: AuxStates | None = None
+    states: StepStates | None = None

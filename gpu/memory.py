@@ -14,6 +14,7 @@ from core.errors import ConfigError
 from core.models import ModelSpec
 from core.models.quant import MXFP4_GROUP
 from gpu.kv.pool import KvPool
+from gpu.kv.states import StatePool
 from gpu.quant import FP8
 
 GIB = 2**30
@@ -43,6 +44,10 @@ WORKSPACE = 512 * 2**20
 
 SCORED = 3 * 256
 """Rows of logits that prompt log-probabilities take: 256 positions at once, and two copies."""
+
+CHECKPOINTS = 1 / 3
+"""Share of the KV pool's memory for checkpoints of linear attention's states. A checkpoint of a Qwen3.5-9B
+takes 50 MiB, as much as the keys and values of 1,600 tokens: a third is one for every 3,200."""
 
 COUNT_BYTES = 5
 """Of a penalised row per vocabulary entry (`gpu.sample.penalties`)."""
@@ -82,6 +87,11 @@ class MemoryPlan(NamedTuple):
     needs: Needs = Needs()
     kv_dtype: str = ""
     weight_dtype: str = ""
+    checkpoints: int = 0
+    state_bytes: int = 0
+    """Of linear attention, for one slot or checkpoint."""
+    slots: int = 0
+    """That have states."""
 
     @property
     def pool(self) -> int:
@@ -94,7 +104,8 @@ class MemoryPlan(NamedTuple):
 
     @property
     def left(self) -> int:
-        return self.available - self.weights - sum(self.needs.fixed) - self.pool
+        states = (self.slots + self.checkpoints) * self.state_bytes
+        return self.available - self.weights - sum(self.needs.fixed) - self.pool - states
 
 
 def device_needs(
@@ -218,6 +229,7 @@ def plan_memory(
     page_bytes = KvPool.page_bytes(spec.kv_layers, size, spec.kv_shape, kept)
     page_bytes += 0 if needs is None else needs.page
     plan = MemoryPlan(available, weights, page_bytes, 0, size, needs or Needs(), _name(kept), kinds)
+    state = StatePool.entry_bytes(spec.linear, dtype) * cache.radix_cache
     if cache.kv_tokens:
         pages = -(-cache.kv_tokens // size) + 1
         if pages * page_bytes > left:
@@ -225,8 +237,11 @@ def plan_memory(
                 f"Not enough memory: --kv-tokens {cache.kv_tokens} needs {_gib(pages * page_bytes)} "
                 f"beside the weights, {_gib(left)} is left. Lower --kv-tokens."
             )
-        return plan._replace(num_pages=pages)
+        room = min(left - pages * page_bytes, int(pages * page_bytes * CHECKPOINTS / (1 - CHECKPOINTS)))
+        return plan._replace(num_pages=pages, checkpoints=min(room // max(state, 1), pages * bool(state)))
     budget = _budget(left, cache.mem_fraction, spec.ranks, on_cpu=needs is None)
+    checkpoints = min(int(budget * CHECKPOINTS) // max(state, 1), -(-most_tokens // size) * bool(state))
+    budget -= checkpoints * state
     pages = min(budget // max(page_bytes, 1), -(-most_tokens // size) + 1)
     least = -(-min(SHORTEST_CONTEXT, spec.context_length, most_tokens) // size) + 1
     if pages < least:
@@ -235,7 +250,21 @@ def plan_memory(
             f"{_gib(budget)} of the {_gib(left)} left beside the weights is set aside for it. "
             "Raise --mem-fraction, free memory, or use a smaller --model."
         )
-    return plan._replace(num_pages=pages)
+    return plan._replace(num_pages=pages, checkpoints=checkpoints)
+
+
+def with_states(spec: ModelSpec, dtype: torch.dtype, rows: int, available: int) -> tuple[int, int]:
+    """Slots that have states of linear attention, and the bytes of each; (0, 0) without. Raises `ConfigError`
+    where those of so many `rows` take most of what is `available`."""
+    if spec.linear is None:
+        return 0, 0
+    slots, each = rows + 2, StatePool.entry_bytes(spec.linear, dtype)
+    if slots * each > available // 2:
+        raise ConfigError(
+            f"Not enough memory: the states of {rows} running requests need {_gib(slots * each)}, "
+            f"{_gib(available)} is free. Lower --max-running."
+        )
+    return slots, each
 
 
 def _adapters(needs: Needs) -> str:
@@ -290,11 +319,13 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens in {plan.kv_dtype}"
     names = ("graphs", "logits", "penalty counts", "workspace", "drafts", "adapters")
     needs = zip(names, plan.needs.fixed, strict=True)
+    states = (("states of slots", plan.slots), ("state checkpoints", plan.checkpoints))
     return [
         ("free before loading", plan.available, ""),
         ("weights", plan.weights, f"in {plan.weight_dtype}"),
         *((what, size, "") for what, size in needs if size),
         ("KV pool", plan.pool, pages),
+        *((what, number * plan.state_bytes, f"{number:,}") for what, number in states if number),
         ("reserve" if any(plan.needs.fixed) else "left", plan.left, ""),
     ]
 

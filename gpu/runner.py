@@ -37,13 +37,16 @@ from gpu.grammar.matchers import Masks, Matchers
 from gpu.grammar.ranks import RankMatchers
 from gpu.hidden import HiddenRows, segments
 from gpu.kv.pool import KvPool
+from gpu.kv.states import StatePool
 from gpu.maintenance import Maintenance
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
+from gpu.ops.delta import gated_delta
 from gpu.prompt import score_prompts
 from gpu.ranks import Rank
 from gpu.sample.kernels import SamplingKernels
 from gpu.sample.processors import Processor
+from gpu.state.recurrent import DeltaRule, StepStates
 from gpu.state.tables import SlotTables
 from gpu.state.view import ChunkRow, PackedRows, StepView, place
 from gpu.step.begin import BeginStep
@@ -73,6 +76,7 @@ class Machine(NamedTuple):
     pdl       programmatic dependent launch
     rank      which of several this is
     paced     the costs of chunks are to be measured
+    delta     linear attention
     """
 
     device: torch.device
@@ -85,6 +89,7 @@ class Machine(NamedTuple):
     pdl: bool = False
     rank: Rank | None = None
     paced: bool = False
+    delta: DeltaRule = gated_delta
 
 
 class Uncaptured(NamedTuple):
@@ -96,6 +101,13 @@ class Uncaptured(NamedTuple):
     embedded: Embedded | None
     segments: Tensor | None
     routes: list[Tensor] | None
+
+
+class Pages(NamedTuple):
+    """What steps work on: the operations of each over the pages of a pool, and the states beside these."""
+
+    ops: Callable[[StepView], Ops]
+    states: StatePool | None
 
 
 class ModelRunner:
@@ -132,7 +144,7 @@ class ModelRunner:
         self._matchers = Matchers(self.tables) if rank is None else RankMatchers(self.tables, rank)
         self._hidden = HiddenRows()
         self._model: CausalModel | None = None
-        self._ops: Callable[[StepView], Ops] | None = None
+        self._pages: Pages | None = None
         self._launches: Launches[StepKey] | None = None
         self._unsettled: LaunchedStep | None = None
 
@@ -171,6 +183,8 @@ class ModelRunner:
         if ticket.surplus is not None:
             cells, pages = (upload(each, self.device) for each in ticket.surplus[:2])
             self.tables.page_table.view(-1).index_copy_(0, cells, pages)
+        if self._pages is not None and self._pages.states is not None:
+            self._pages.states.prepare(plan)
         self._stage.prepare(plan, ticket)
         self._hidden.apply(plan.new_slots)
         if self._drafts is not None:
@@ -242,7 +256,7 @@ class ModelRunner:
         Returns those of all rows [n, hidden] where every row's are wanted; else the last layer's MLP runs for
         the rows that sample alone. `brief` is for warming up (`ForwardContext`).
         """
-        assert self._ops is not None, "a step came while the pages are given back"
+        assert self._pages is not None, "a step came while the pages are given back"
         every, placed, given, pairs, routes = uncaptured or Uncaptured(False, (), None, None, None)
         buffers, rings, machine = self._buffers, self._rings, self._machine
         view, samples = buffers.view(key, placed), buffers.samples.first(key.samples)
@@ -252,8 +266,10 @@ class ModelRunner:
         if given is not None:  # behind the decode rows, however many tokens those have
             given = given._replace(rows=given.rows + view.num_decode)
         wanted = samples.rows if key.chunks and key.samples and not every else None
+        ops, pool = self._pages
+        states = None if pool is None else StepStates(pool, view, machine.delta)
         ctx = ForwardContext(
-            view.positions, self._ops(view), pairs, wanted, brief, given, routes, buffers.aux
+            view.positions, ops(view), pairs, wanted, brief, given, routes, buffers.aux, states
         )
         hidden = self._ready().forward(ctx, view.ids)
         out = buffers.sample_hidden[: key.samples]
@@ -265,15 +281,15 @@ class ModelRunner:
 
     def _head(self, rows: int, adapters: bool) -> Tensor:
         """Logits float32 [rows, vocab] of the first rows that sample."""
-        assert self._ops is not None
+        assert self._pages is not None
         view = self._buffers.view(Forward(rows, rows, 0, rows, adapters=adapters))
-        return self._ready().logits(self._buffers.sample_hidden[:rows], self._ops(view).for_samples())
+        return self._ready().logits(self._buffers.sample_hidden[:rows], self._pages.ops(view).for_samples())
 
     def _slot_logits(self, hidden: Tensor, slot: int) -> Tensor:
         """Logits float32 [n, vocab] of `hidden` [n, hidden] of one slot."""
-        assert self._ops is not None
+        assert self._pages is not None
         view = self._buffers.slot_view(slot, len(hidden))
-        return self._ready().logits(hidden, self._ops(view).for_samples())
+        return self._ready().logits(hidden, self._pages.ops(view).for_samples())
 
     def _ready(self) -> CausalModel:
         assert self._model is not None, "a step came while the weights are given back"
@@ -287,7 +303,7 @@ class ModelRunner:
         Warms up on empty entries: all rows are padding, and what running slots have stays as it is.
         """
         assert_device_thread(self.device)
-        if self._launches is not None or self._model is None or self._ops is None:
+        if self._launches is not None or self._model is None or self._pages is None:
             return None
         make = self._machine.launcher
         launches: Launches[StepKey] = Launches(None if make is None else make(), self._run)
@@ -343,6 +359,6 @@ class ModelRunner:
         self._launches = None
         self._machine.attention.bind(pool)
         self._paths.use_pool(pool)
-        self._ops = None if pool is None else self._machine.ops(pool)
+        self._pages = None if pool is None else Pages(self._machine.ops(pool), pool.states)
         if self._drafts is not None:
             self._drafts.drafter.use_pool(pool)

@@ -247,8 +247,13 @@ def qwen2_moe(fields: Fields) -> ModelSpec:
             SLIDING if i % 2 == 0 and i < first else FULL for i in range(spec.layers)
         ]
         spec = _slide(spec, fields.size("sliding_window", 4096), _sliding(kinds))
+    return with_qwen_experts(fields, spec, 60)
+
+
+def with_qwen_experts(fields: Fields, spec: ModelSpec, experts: int) -> ModelSpec:
+    """`spec` with routed experts, by default so many, beside one for all tokens."""
     moe = MoeSpec(
-        experts=_experts(fields, 60),
+        experts=_experts(fields, experts),
         per_token=fields.size("num_experts_per_tok", 4),
         intermediate=fields.size("moe_intermediate_size", 1408),
         norm_topk=fields.flag("norm_topk_prob"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.errors import ModelError
-from core.models import deepseek, pooled, read, unlisted
+from core.models import deepseek, hybrid, pooled, read, unlisted
 from core.models.fields import Config, Fields
 from core.models.gguf import READ_FROM_GGUF
 from core.models.spec import Int4, ModelSpec, PoolingSpec, Task
@@ -29,6 +29,8 @@ class Family(msgspec.Struct, frozen=True):
     """Parts of tensor names, and what stands here instead."""
     fused: Mapping[str, tuple[str, ...]] = {}
     """Matrices that a checkpoint stacks along the output, and what they are apart, in order."""
+    by_expert: Mapping[str, tuple[str, ...]] = {}
+    """Tensors with a matrix of each expert, and what such a matrix stacks along the output."""
     int4: bool = True
     """Whether checkpoints in 4 bits are served."""
     mxfp4: bool = False
@@ -38,6 +40,14 @@ class Family(msgspec.Struct, frozen=True):
 _CLASSIFIES = "ForSequenceClassification"
 _DECODERS = {"Llama": read.llama, "Mistral": read.mistral, "Qwen2": read.qwen2, "Qwen3": read.qwen3}
 _VISION = ("vision_tower.", "multi_modal_projector.")
+_LANGUAGE_MODEL = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_BESIDE_QWEN = ("mtp.", "model.visual.")
+"""Heads that draft by multi-token prediction, and what reads images."""
+_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 _W123 = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _ENCODERS = {
     "Bert": (pooled.bert, "bert.", ()),
@@ -54,11 +64,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(
         read.gemma3_text,
         unused=(*_VISION, *(f"model.{name}" for name in _VISION)),
-        renamed={
-            "model.language_model.": "model.",
-            "language_model.model.": "model.",
-            "language_model.lm_head.": "lm_head.",
-        },
+        renamed=_LANGUAGE_MODEL,
     ),
     "GptOssForCausalLM": Family(read.gpt_oss, renamed={".mlp.router.": ".mlp.gate."}, int4=False, mxfp4=True),
     "Glm4MoeForCausalLM": Family(deepseek.glm4_moe, int4=False),
@@ -78,6 +84,14 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(read.qwen2_moe, int4=False),
     "Qwen3MoeForCausalLM": Family(read.qwen3_moe, int4=False),
+    "Qwen3NextForCausalLM": Family(hybrid.qwen3_next, unused=_BESIDE_QWEN, by_expert=_EXPERTS, int4=False),
+    **{
+        f"Qwen3_5{kind}For{task}": Family(
+            reader, unused=_BESIDE_QWEN, renamed=_LANGUAGE_MODEL, by_expert=_EXPERTS, int4=False
+        )
+        for kind, reader in (("", hybrid.qwen3_5), ("Moe", hybrid.qwen3_5_moe))
+        for task in ("CausalLM", "ConditionalGeneration")
+    },
     "SmolLM3ForCausalLM": Family(read.smollm3),
     **{name + "ForCausalLM": Family(reader) for name, reader in _DECODERS.items()},
     **{name + "Model": Family(pooled.embedder(reader)) for name, reader in _DECODERS.items()},

@@ -175,6 +175,35 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.nope_dim + self.rope_dim
 
 
+class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464): layers that keep a state
+    of a fixed size in place of keys and values."""
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int
+    """A multiple of `key_heads`: neighbours share a key head."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution before it sees, its own included."""
+    mixed: bool = False
+    """A checkpoint's projections have the parts of each key head side by side, not those of all heads."""
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How hidden states become one vector or scores."""
 
@@ -244,6 +273,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_scale: float = 1.0
     logits_cap: float = 0.0
     """The same of logits."""
+    output_gate: bool = False
+    """What attention's heads found is multiplied by sigmoids, which q_proj makes beside each head's query."""
+    linear: LinearSpec | None = None
+    """Of a hybrid model; its other layers attend."""
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
     """None: keys and values are held for each head."""
@@ -316,7 +349,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_layers(self) -> int:
         """Layers whose K and V outlive a step."""
-        return self.layers if self.causal else 0
+        return self.layers - len(self.linear_layers) if self.causal else 0
+
+    @property
+    def linear_layers(self) -> frozenset[int]:
+        """Layers that have a state in place of K and V."""
+        return frozenset() if self.linear is None else self.linear.layers
+
+    def place(self, layer: int) -> int:
+        """The number of `layer` among those of its kind, which K and V or states are kept of."""
+        kind = self.linear_layers
+        return sum((each in kind) == (layer in kind) for each in range(layer))
 
     @property
     def softmax_scale(self) -> float:
@@ -357,6 +400,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--tp {count}: {self.architecture} runs through transformers, on one rank: use --tp 1."
             )
+        if self.linear is not None:
+            raise ConfigError(
+                f"--tp {count}: {self.architecture} has linear attention, which runs on one rank: use --tp 1."
+            )
         sizes = {"num_attention_heads": self.heads}
         if count % self.kv_heads:
             sizes["num_key_value_heads"] = self.kv_heads
@@ -395,7 +442,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def _attention_parameters(self) -> int:
         """Those of one layer."""
         if (latent := self.latent) is None:
-            return self.hidden * (2 * self.q_size + 2 * self.kv_size)
+            return self.hidden * ((2 + self.output_gate) * self.q_size + 2 * self.kv_size)
         queries = self.heads * latent.query_dim
         made = latent.q_rank * (self.hidden + queries) if latent.q_rank else self.hidden * queries
         values = self.heads * latent.value_dim
@@ -409,7 +456,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         total = self.table_parameters()
         attention = self._attention_parameters()
         for layer in range(self.layers):
-            total += attention
+            if self.linear is not None and layer in self.linear.layers:
+                each = self.linear
+                total += self.hidden * (each.channels + 2 * each.value_size + 2 * each.value_heads)
+            else:
+                total += attention
             if self.moe is not None and layer in self.moe.layers:
                 total += self.moe.experts * self.hidden * (3 * self.moe.intermediate + 1)
                 total += 3 * self.hidden * self.moe.shared

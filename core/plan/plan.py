@@ -14,6 +14,9 @@ MASKED_DRAFTS: Final = 256
 """Drafts that all rows with grammars may have in a step: before it can sample, the host fills a mask for
 each, in some 10 µs."""
 
+MOST_SAVES: Final = 4
+"""Checkpoints of a slot that a step can make."""
+
 
 class NewSlot(msgspec.Struct, frozen=True, gc=False):
     """Everything the device must know of a slot from this step on.
@@ -26,6 +29,9 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     a slot that `drafts`; those with grammars have at most `MASKED_DRAFTS` in all. They may come from texts of
     the same `namespace`; 0: from its own alone. `place` is that of its adapter on the device, -1 for the base
     model.
+
+    With linear attention its state starts as that of `checkpoint`, which covers `cached` tokens; 0: as that
+    before the first.
     """
 
     slot: int
@@ -39,6 +45,7 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     drafts: bool = True
     namespace: int = 0
     place: int = -1
+    checkpoint: int = 0
 
     @property
     def known(self) -> Ints:
@@ -84,6 +91,15 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     experts: bool = False
 
 
+class Save(msgspec.Struct, frozen=True, gc=False):
+    """Keep the state of linear attention that `slot` has behind its first `tokens` tokens, the last of which
+    is one of the step's, as `checkpoint`."""
+
+    slot: int
+    tokens: int
+    checkpoint: int
+
+
 class PageWrites(msgspec.Struct, frozen=True, gc=False):
     """Page-table cells to set before the forward: table[slots[i], indices[i]] = pages[i]."""
 
@@ -110,6 +126,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
     The first `common` tokens of all decode rows are the same and in the same, whole pages.
 
+    `saves` has at most `MOST_SAVES` of a slot. What they keep, slots of later plans can start from.
+
     `adapters`: at least one row's slot has an adapter.
 
     `new_slots` and `page_writes` are applied before the forward, in that order. Rows that sample:
@@ -127,6 +145,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     drafts: int = 0
     proposes: bool = False
     adapters: bool = False
+    saves: tuple[Save, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -115,7 +115,7 @@ def attention_config(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        windows=tuple(spec.window(layer) for layer in range(spec.layers)),
+        windows=tuple(spec.window(i) for i in range(spec.layers) if i not in spec.linear_layers),
         page_size=page_size,
         max_rows=max_rows,
         dtype=dtype,

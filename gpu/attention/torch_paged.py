@@ -311,7 +311,7 @@ class TorchAttention:
 
 def torch_attention(spec: ModelSpec) -> TorchAttention:
     """Of a model's layers."""
-    windows = [spec.window(layer) for layer in range(spec.layers)]
+    windows = [spec.window(layer) for layer in range(spec.layers) if layer not in spec.linear_layers]
     return TorchAttention(windows, spec.softmax_scale, spec.attention_cap, spec.sinks, spec.kv_shape[2])
 
 

@@ -107,6 +107,11 @@ def read_drafting(
         return None
     if not target.causal or target.task != "generate":
         raise ConfigError(f"--speculative-algorithm {algorithm}: {target.architecture} generates no text.")
+    if target.linear is not None:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: {target.architecture} has linear attention, whose states "
+            "rejected drafts would have to be taken out of again. Serve it without speculation."
+        )
     most = settings.max_drafts
     if settings.eagle_topk > 1:
         _check_windows(settings, target)
@@ -154,8 +159,9 @@ def _small_model(path: Path, own: ModelSpec, target: ModelSpec) -> ModelSpec:
     """`own`, of the model at `path`, if it makes text of the target's vocabulary."""
     if not own.causal or own.task != "generate":
         raise ModelError(f"{path}: {own.architecture} generates no text, so it cannot draft any.")
-    if own.transformers:
-        raise ModelError(f"{path}: {own.architecture} runs through transformers, which drafts for no model.")
+    if own.transformers or own.linear is not None:
+        how = "runs through transformers" if own.transformers else "has linear attention"
+        raise ModelError(f"{path}: {own.architecture} {how}, which drafts for no model.")
     if own.vocab_size != target.vocab_size:
         raise ModelError(
             f"{path}: the draft model's vocab_size ({own.vocab_size}) is not the target's "

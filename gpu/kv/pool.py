@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
+
+from gpu.kv.states import StatePool, zeros
 
 
 class KvPool:
@@ -35,14 +36,9 @@ class KvPool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._values = heads[2] if len(heads) > 2 else 0
-        shape = (layers, num_pages, page_size, *_token(heads))
-        if device.type == "cpu" and layers:
-            # numpy takes zero pages from the system untouched; torch.zeros writes them, and 4 GiB of
-            # that were 10 s of every start and memory that may never be needed.
-            storage = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-            self.data = torch.from_numpy(storage).view(dtype).view(shape)
-        else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = zeros((layers, num_pages, page_size, *_token(heads)), dtype, device)
+        self.states: StatePool | None = None
+        """Of linear attention, where layers have it: they come and go with the pages."""
 
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per layer K and V, strided views [num_pages * page_size, kv_heads, head_dim]; of latents V is a

@@ -4,6 +4,7 @@ Each allocates its parameters through `Parameters`, under a prefix of checkpoint
 """
 
 from gpu.layers.attention import Attention
+from gpu.layers.delta import GatedDeltaNet
 from gpu.layers.latent import LatentAttention
 from gpu.layers.linear import Linear
 from gpu.layers.mlp import Mlp
@@ -14,6 +15,7 @@ from gpu.layers.rope import Rope, unrotated
 
 __all__ = [
     "Attention",
+    "GatedDeltaNet",
     "LatentAttention",
     "Linear",
     "Mlp",

@@ -17,16 +17,19 @@ class Attention:
 
     | query heads | key heads | value heads |   each head_dim wide
 
-    so that rope turns queries and keys in one go and the pool takes keys and values as they lie.
+    so that rope turns queries and keys in one go and the pool takes keys and values as they lie. With an
+    output gate, that of each query head stands behind it in the product.
     """
 
     def __init__(
         self, spec: ModelSpec, layer: int, prefix: str, parameters: Parameters, inputs: int = 0
     ) -> None:
         """`inputs`: width of what is projected, where that is not `spec.hidden`."""
-        self._layer = layer
+        self._layer = spec.place(layer)
         self._heads = (spec.heads, spec.kv_heads)
-        parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        self._gated = spec.output_gate
+        q_size = (1 + spec.output_gate) * spec.q_size
+        parts = {"q_proj": q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         heads = COLUMN._replace(copies=dict.fromkeys(("k_proj", "v_proj"), spec.kv_copies))
         self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.held, heads)
         out = {"o_proj": spec.hidden}
@@ -51,7 +54,14 @@ class Attention:
         qkv = self._qkv(x, ops)
         if self._wide is not None:
             ops.norm_wide(qkv, self._wide)
-        return ops.attend(self._layer, qkv, self._heads, rotation, self._norms, self._sinks)
+        if not self._gated:
+            return ops.attend(self._layer, qkv, self._heads, rotation, self._norms, self._sinks)
+        heads, kv_heads = self._heads
+        split = qkv.view(len(qkv), 2 * (heads + kv_heads), -1)
+        queries, gates = split[:, : 2 * heads : 2], split[:, 1 : 2 * heads : 2]
+        qkv = torch.cat([queries, split[:, 2 * heads :]], 1).flatten(1)
+        found = ops.attend(self._layer, qkv, self._heads, rotation, self._norms, self._sinks)
+        return found * gates.flatten(1).sigmoid()
 
     def kv_matrix(self) -> Matrix:
         """The part of the projection that makes keys and values; void once the weights are sealed."""

@@ -15,6 +15,7 @@ from gpu import int8
 from gpu.context import AuxStates, ForwardContext
 from gpu.layers import (
     Attention,
+    GatedDeltaNet,
     LatentAttention,
     Mlp,
     Parameters,
@@ -47,8 +48,10 @@ class Layer:
             RmsNorm(spec, prefix + name, parameters) for name in self.norm_names
         )
         own = f"{prefix}self_attn."
-        self.attention: Attention | LatentAttention
-        if spec.latent is None:
+        self.attention: Attention | LatentAttention | GatedDeltaNet
+        if spec.linear is not None and layer in spec.linear.layers:
+            self.attention = GatedDeltaNet(spec, spec.linear, layer, f"{prefix}linear_attn.", parameters)
+        elif spec.latent is None:
             self.attention = Attention(spec, layer, own, parameters, inputs)
         else:
             self.attention = LatentAttention(spec, spec.latent, layer, own, parameters)
@@ -60,7 +63,7 @@ class Layer:
                 self._shared = SharedExpert(spec, spec.moe, f"{prefix}mlp.", parameters)
         else:
             self._mlp = Mlp(spec, f"{prefix}mlp.", parameters)
-        self.kind = (spec.window(layer), type(self._mlp))
+        self.kind = (spec.window(layer), type(self._mlp), type(self.attention))
         """Layers of a kind launch the same kernels."""
 
     def attend(

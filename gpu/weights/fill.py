@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -30,16 +31,18 @@ _SHOWN = 6
 class Names(NamedTuple):
     """How a checkpoint's names become those of places.
 
-    aliases  beginnings, and how places begin instead
-    renamed  parts, and what stands there instead
-    fused    matrices that are stacked along the output, and what they are apart, in order
-    stacked  experts lie as `gpu.weights.experts` has them
+    aliases    beginnings, and how places begin instead
+    renamed    parts, and what stands there instead
+    fused      matrices that are stacked along the output, and what they are apart, in order
+    stacked    experts lie as `gpu.weights.experts` has them
+    by_expert  as `fused`, of tensors that have such a matrix for each expert
     """
 
     aliases: Mapping[str, str] = MappingProxyType({})
     renamed: Mapping[str, str] = MappingProxyType({})
     fused: Mapping[str, Sequence[str]] = MappingProxyType({})
     stacked: bool = False
+    by_expert: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 class Coarse(Protocol):
@@ -123,8 +126,11 @@ class Filler:
         if any(part not in self._places for part in parts):
             self._unexpected.append(name)
             return False
-        if shape != (wanted := self.whole(name)):
-            assert wanted is not None
+        wanted = self.whole(name)
+        assert wanted is not None
+        if len(shape) == 1 + len(wanted) and len(parts) % shape[0] == 0:  # stacked
+            shape = (shape[0] * shape[1], *shape[2:])
+        if shape != wanted:
             self._misshapen.append(f"{name} {list(shape)} instead of {list(wanted)}")
             self._filled |= dict.fromkeys(parts)
             return False
@@ -143,7 +149,19 @@ class Filler:
         for whole, parts in self._names.fused.items():
             if f".{whole}." in name:
                 return [self._place_name(name.replace(f".{whole}.", f".{part}.")) for part in parts]
+        for whole, parts in self._names.by_expert.items():
+            if name.endswith(f".{whole}"):
+                experts = self._place_name(name.removesuffix(whole)) + "experts"
+                return list(self._parts_of(experts, parts))
         return []
+
+    def _parts_of(self, experts: str, parts: Sequence[str]) -> Iterator[str]:
+        """The places of `parts`, one expert after the other."""
+        for expert in itertools.count():
+            names = [f"{experts}.{expert}.{part}.weight" for part in parts]
+            if names[0] not in self._places:
+                return
+            yield from names
 
     def scale_shape(self, name: str) -> tuple[int, ...] | None:
         """Of the scale of `name`, which is wanted, where its place is e4m3 and takes it as it is."""
@@ -159,7 +177,7 @@ class Filler:
         tensor is quantised on its way there.
         """
         if parts := self._parts(name):
-            first = 0
+            first, tensor = 0, tensor.reshape(-1, tensor.shape[-1])
             for part in parts:
                 last = first + self._whole(part)[0]
                 self._put(part, tensor[first:last], None)

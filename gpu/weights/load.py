@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from core.models import ModelSpec, family_of
+from gpu.layers.delta import GATED_NORM
 from gpu.models.base import CausalModel
 from gpu.models.bert import Bert
 from gpu.models.decoder import Decoder
@@ -44,7 +45,7 @@ def load_model(
             progress(1.0)
             return model
         stacked = spec.moe is not None and spec.moe.stacked
-        names = Names(renamed=family.renamed, fused=family.fused, stacked=stacked)
+        names = Names(renamed=family.renamed, fused=family.fused, stacked=stacked, by_expert=family.by_expert)
         further = tuple(f"model.layers.{spec.layers + i}." for i in range(spec.more_layers))
         filler = Filler(places, copier(device), family.base, family.unused + further, names, model.slices)
         if source.suffix == ".gguf":
@@ -54,7 +55,7 @@ def load_model(
         filler.finish(str(source))
         if spec.norm_offset and source.suffix != ".gguf":  # whose converter has added it
             for name, place in places.items():
-                if name.endswith("norm.weight"):
+                if name.endswith("norm.weight") and not name.endswith(GATED_NORM):
                     place.add_(spec.norm_offset)
         _tell_skipped(filler.skipped, spec.architecture, further)
         if filler.quantised and spec.fp8 == spec.stored_fp8:  # not by the operator's --quantization

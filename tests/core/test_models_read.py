@@ -465,8 +465,8 @@ def test_more_experts_per_token_than_experts() -> None:
 
 
 def test_an_unknown_architecture_is_told_the_nearest() -> None:
-    with pytest.raises(ModelError, match=r"Qwen3NextModel is not supported.*: Qwen3Model"):
-        spec("Qwen3NextModel")
+    with pytest.raises(ModelError, match=r"Qwen3OmniModel is not supported.*: Qwen3Model"):
+        spec("Qwen3OmniModel")
     with pytest.raises(ModelError, match="T5ForConditionalGeneration is not supported; the nearest"):
         spec("T5ForConditionalGeneration")
     with pytest.raises(ModelError, match="architectures"):

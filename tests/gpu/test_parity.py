@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.plan import Chunk
+from core.plan import Chunk, Save
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.runner import Rig
@@ -34,12 +34,14 @@ def test_greedy_text_is_that_of_transformers(
 ) -> None:
     rig = Rig(tiny.path, page_size, consecutive=consecutive)
     outs: dict[int, list[int]] = {1: [], 2: [], 3: []}
-    # A in two chunks that cut a page; B joins the second; C stands on A's first 32 tokens.
+    # A in two chunks that cut a page; B joins the second; C stands on A's first 32 tokens, whose states are
+    # saved within the second chunk.
     rig.step(chunks=[Chunk(1, 0, ints(A[:17]), False)], new=[rig.new(1, A)])
-    two = rig.step(chunks=[Chunk(1, 17, ints(A[17:]), True), Chunk(2, 0, ints(B), True)], new=[rig.new(2, B)])
+    chunks = [Chunk(1, 17, ints(A[17:]), True), Chunk(2, 0, ints(B), True)]
+    two = rig.step(chunks=chunks, new=[rig.new(2, B)], saves=[Save(1, 32, 3)])
     outs[1].append(int(two.tokens[0]))
     outs[2].append(int(two.tokens[1]))
-    new = rig.new(3, C, shared=rig.pages[1][: 32 // page_size])
+    new = rig.new(3, C, shared=rig.pages[1][: 32 // page_size], checkpoint=3)
     three = rig.step(decode=[2, 1], chunks=[Chunk(3, 32, ints(C[32:]), True)], new=[new])
     for slot, token in zip((2, 1, 3), three.tokens.tolist(), strict=True):
         outs[slot].append(token)

@@ -12,12 +12,13 @@ import torch
 
 from core.adapters import AdapterLimits
 from core.command import Action, Command
-from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
+from core.plan import Chunk, NewSlot, PageWrites, Save, StepPlan, StepResult
 from core.request import SamplingParams
 from gpu.adapting import plan_adapters
 from gpu.attention import EncoderAttention, torch_attention
 from gpu.build import spec_of
 from gpu.kv.pool import KvPool
+from gpu.kv.states import StatePool
 from gpu.layers.linear import Places
 from gpu.maintenance import Maintenance
 from gpu.models.base import CausalModel
@@ -73,6 +74,7 @@ class Rig:
         consecutive: bool = False,
         adapters: AdapterLimits | None = None,
         mxfp4: bool = False,
+        checkpoints: int = 8,
     ) -> None:
         """`mxfp4`: hold experts as the checkpoint has them."""
         self.spec = spec_of(path)
@@ -93,6 +95,8 @@ class Rig:
                 torch.float32,
                 CPU,
             )
+            if self.spec.linear is not None:
+                self.pool.states = StatePool(self.spec.linear, rows + 1, checkpoints, torch.float32, CPU)
             attention = torch_attention(self.spec) if self.spec.causal else EncoderAttention()
             width = HiddenShape(self.spec.hidden, torch.float32)
             vocab = self.spec.vocab_size
@@ -135,13 +139,15 @@ class Rig:
         shared: Sequence[int] = (),
         params: SamplingParams = GREEDY,
         place: int = -1,
+        checkpoint: int = 0,
     ) -> NewSlot:
-        """A slot that starts after `shared` full pages of another slot, with the adapter at `place`."""
+        """A slot that starts after `shared` full pages of another slot, with the adapter at `place` and the
+        states of `checkpoint`."""
         cached = len(shared) * self.page_size
         self.pages[slot] = list(shared)
         self.lengths[slot] = cached
         self.adapted[slot] = place >= 0
-        return NewSlot(slot, params, ints(prompt), ints([]), cached, place=place)
+        return NewSlot(slot, params, ints(prompt), ints([]), cached, place=place, checkpoint=checkpoint)
 
     def plan(
         self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
@@ -179,10 +185,15 @@ class Rig:
         assert self.command("adapter_place", adapter, place=place) is None
 
     def step(
-        self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
+        self,
+        decode: Sequence[int] = (),
+        chunks: Sequence[Chunk] = (),
+        new: Sequence[NewSlot] = (),
+        saves: Sequence[Save] = (),
     ) -> StepResult:
-        """Plan, launch, wait."""
-        plan = self.plan(decode, chunks, new)
+        """Plan, launch, wait. Models without linear attention have no states to save."""
+        saves = () if self.spec.linear is None else tuple(saves)
+        plan = msgspec.structs.replace(self.plan(decode, chunks, new), saves=saves)
         with device_thread(CPU):
             return self.runner.launch(plan).wait()
 

@@ -239,6 +239,43 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name to (family, changes to `_SIZES`)."""
 
+_LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    # With more a float32 computation differs from one in float64 by over 1e-4, transformers' own too.
+    "initializer_range": 0.05,
+}
+VARIANTS |= {
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **_LINEAR,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1, 2],
+        },
+    ),
+    "qwen3.5": ("Qwen3_5", {**_LINEAR, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            **_LINEAR,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+}
+"""Hybrids."""
+
 UNLISTED: dict[str, tuple[str, dict[str, Any]]] = {
     # Attention and MLP in parallel behind one norm, scaled logits, RoPE only in sliding-window layers.
     "cohere2": ("Cohere2", {"sliding_window": 20, "sliding_window_pattern": 2}),
@@ -272,7 +309,7 @@ def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: Any) 
     """Create variant `name` and save it under `directory`; `more` are further changes to its config. The
     weights are deterministic."""
     family, changes = {**VARIANTS, **UNLISTED}[name]
-    kind = "Gemma3Text" if family == "Gemma3" else family
+    kind = f"{family}Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else family
     config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **changes, **more})
     torch.manual_seed(7)
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
