@@ -304,11 +304,11 @@ def _engine(executor: Executor, config: Config, events: CacheEvents | None) -> E
         capabilities.num_pages,
         capabilities.page_size,
         # What an encoder computes of a prefix depends on what follows it.
-        radix=config.cache.radix_cache and capabilities.causal and capabilities.checkpoints is None,
+        radix=config.cache.radix_cache and capabilities.causal,
         eviction=config.cache.eviction,
         pin_share=config.cache.pin_share,
         events=events,
-    )
+    ).with_checkpoints(capabilities.checkpoints)
     scheduler = Scheduler(capabilities, cache, config.schedule, monotonic)
     return Engine(scheduler, executor, config.schedule.overlap_depth, monotonic)
 

@@ -23,3 +23,8 @@ class Hold(msgspec.Struct, eq=False):
     pages: list[int]
     shared: int
     duplicates: list[int] = []
+    marks: dict[int, bool] = {}
+    """Numbers of tokens behind which the prompt's states are to be saved, ascending, and whether they are
+    saved only where a checkpoint is to spare."""
+    pending: list[tuple[int, int]] = []
+    """Number of tokens, and the checkpoint that is saved behind them, of an answer under way."""

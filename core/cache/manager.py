@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from core.cache.checkpoints import GAIN, INTERVAL, SPACING, Checkpoints
 from core.cache.events import CacheEvents
 from core.cache.evict import EVICTION_KEYS
 from core.cache.hold import Hold
@@ -29,6 +30,17 @@ class Match(NamedTuple):
     tokens: int
     queried: int = 0
     """Tokens that were looked up, for the hit rate."""
+    checkpoint: int = 0
+    """Of a model with linear attention: where its states are, 0 for those before the first token."""
+    known: int = 0
+    """Tokens of the same whose pages are cached. They are of use up to a node with a checkpoint."""
+    fresh: int = 0
+    """Tokens of it that can be used as well from the next step on, 0 for none."""
+
+
+def worth_waiting(match: Match) -> bool:
+    """Whether more of a prefix can be used from the next step on, whose states are saved in this one."""
+    return match.fresh - match.tokens >= GAIN
 
 
 class CacheManager:
@@ -60,10 +72,22 @@ class CacheManager:
         self._pages = PageAllocator(num_pages)
         self._events = events
         self._tree = RadixTree(page_size, EVICTION_KEYS[eviction], events)
+        self._checkpoints: Checkpoints | None = None
+        self.interval = 0
+        """Tokens between the checkpoints of an answer, whole pages; 0: there are none to be made."""
         self._pins = Pins(self._tree, int(self._pages.total * pin_share))
         self._queried_tokens = 0
         self._hit_tokens = 0
         self._evicted_pages = 0
+
+    def with_checkpoints(self, total: int | None) -> CacheManager:
+        """This cache, still empty, of a model with linear attention whose states can be saved so many times;
+        None: it has none."""
+        if total is not None:
+            self._checkpoints = self._tree.checkpoints = Checkpoints(total)
+            if self._radix and total:
+                self.interval = -(-INTERVAL // self.page_size) * self.page_size
+        return self
 
     # -- the life of a request: match, reserve, commit chunks, release
 
@@ -75,17 +99,38 @@ class CacheManager:
         """
         key = self._key(tokens, limit)
         node = self._tree.match(root, key) if key else self._tree.top
+        if (checkpoints := self._checkpoints) is None:
+            pages = self._tree.pages(node)
+            return Match(node, pages, len(pages) * self.page_size, len(tokens))
+        known, fresh, node = node, checkpoints.fresh(node), checkpoints.usable(node)
         pages = self._tree.pages(node)
-        return Match(node, pages, len(pages) * self.page_size, len(tokens))
+        return Match(
+            node,
+            pages,
+            len(pages) * self.page_size,
+            len(tokens),
+            node.checkpoint,
+            self._depth(known),
+            0 if fresh is None else self._depth(fresh),
+        )
+
+    def _depth(self, node: RadixNode) -> int:
+        """Tokens from the root down to the node's end."""
+        return sum(len(each.pages) for each in node.path()) * self.page_size
 
     def peek(self, root: RootKey, tokens: Ints, limit: int) -> Prefix:
         """The prefix that `match` would find, with nothing refreshed and no node split: for ranking and
         counting."""
-        return self._tree.peek(root, self._key(tokens, limit))
+        prefix = self._tree.peek(root, self._key(tokens, limit))
+        if self._checkpoints is None:
+            return prefix
+        node = self._checkpoints.usable(prefix.node)
+        return Prefix(node, b"", None, num_units(self._depth(node), self._bigram))
 
     def is_current(self, prefix: Prefix) -> bool:
-        """Whether the tree is still as it was where the prefix ends. O(1)."""
-        return self._tree.is_current(prefix)
+        """Whether the tree is still as it was where the prefix ends. O(1). With checkpoints, which come and
+        go by themselves, it is always looked at again."""
+        return self._checkpoints is None and self._tree.is_current(prefix)
 
     def _key(self, tokens: Ints, limit: int) -> bytes:
         """The key of the whole pages among the first `limit` tokens."""
@@ -123,7 +168,25 @@ class CacheManager:
         self._tree.credit(match.node)
         self._hit_tokens += match.tokens
         self._queried_tokens += match.queried
-        return Hold(match.node, match.pages.tolist() + fresh.tolist(), len(match.pages))
+        hold = Hold(match.node, match.pages.tolist() + fresh.tolist(), len(match.pages))
+        if self._checkpoints is not None:
+            self._checkpoints.touch(match.node)
+            hold.marks = self._marks(match, num_tokens)
+        return hold
+
+    def _marks(self, match: Match, num_tokens: int) -> dict[int, bool]:
+        """Where to save the states of a prompt: behind its last whole page, which is as much of it as an
+        equal or a longer one can use, and where it leaves what others have computed: the next that leaves it
+        there need not begin before."""
+        if not self.interval:
+            return {}
+        end = (num_tokens - 1) // self.page_size * self.page_size
+        spacing = -(-SPACING // self.page_size) * self.page_size
+        found = dict.fromkeys(range(spacing, end, spacing), True)
+        if match.known < end and match.known - match.tokens >= GAIN:
+            found[match.known] = False
+        found[end] = False
+        return {mark: spare for mark, spare in sorted(found.items()) if mark > match.tokens}
 
     def try_take(self, n: int) -> Ints | None:
         """`n` fresh pages, int32 [n], evicting if need be; None, with nothing changed, if too few."""
@@ -169,6 +232,38 @@ class CacheManager:
         hold.duplicates += hold.pages[start : start + found]
         hold.shared = end
 
+    # -- states of linear attention
+
+    def next_step(self) -> None:
+        """From here on another step is planned: what those before it save can be read."""
+        if self._checkpoints is not None:
+            self._checkpoints.next_step()
+
+    def save(self, hold: Hold, num_tokens: int) -> int:
+        """The checkpoint that has to take the states behind a hold's first tokens, whole pages that are
+        committed; 0: none."""
+        pages = num_tokens // self.page_size
+        if self._checkpoints is None or pages > hold.shared:
+            return 0
+        node = self._tree.cut(hold.node, hold.shared, pages)
+        return self._checkpoints.add(node, hold.marks[num_tokens])
+
+    def save_ahead(self, hold: Hold, num_tokens: int) -> int:
+        """The same of tokens that will be committed with the hold's release."""
+        return 0 if self._checkpoints is None else self._checkpoints.pend(hold, num_tokens)
+
+    def _settle(self, hold: Hold, keep: bool) -> None:
+        """Give the last state that was saved ahead to what was committed up to there."""
+        if self._checkpoints is None or not hold.pending:
+            return
+        free = hold.pending
+        committed = [each for each in free if keep and each[0] <= hold.shared * self.page_size]
+        hold.pending = [each for each in free if each not in committed] + committed
+        node = None
+        if committed:
+            node = self._tree.cut(hold.node, hold.shared, committed[-1][0] // self.page_size)
+        self._checkpoints.settle(hold, node)
+
     def release(self, hold: Hold, root: RootKey, tokens: Ints | None, priority: int = 0) -> None:
         """Commit `tokens` if given, then let go of everything. The hold is dead afterwards; using
         it again raises `IntegrityError`."""
@@ -188,6 +283,7 @@ class CacheManager:
         self._pages.release(self._tree.unlock(match.node, keep=False))
 
     def _let_go(self, hold: Hold, keep: bool) -> None:
+        self._settle(_alive(hold), keep)
         self._pages.release(self._tree.unlock(_alive(hold).node, keep))
         self._pages.release(hold.pages[hold.shared :] + hold.duplicates)
         hold.node, hold.pages, hold.duplicates, hold.shared = self._tree.top, [], [], -1
@@ -243,7 +339,10 @@ class CacheManager:
     def check_integrity(self, holds: Iterable[Hold]) -> None:
         """Raise `IntegrityError` unless every page, lock and counter is accounted for, given all
         holds that are alive. Walks everything: for tests and idle times."""
-        check(self._tree, self._pages, self._pins, list(holds), self.page_size)
+        alive = list(holds)
+        check(self._tree, self._pages, self._pins, alive, self.page_size)
+        if self._checkpoints is not None:
+            self._checkpoints.check(self._tree.walk(), alive)
 
 
 def _alive(hold: Hold) -> Hold:

@@ -39,6 +39,8 @@ class RadixNode(msgspec.Struct, eq=False, gc=False):
     priority: int = LOWEST
     pins: dict[str, int] | None = None
     """By owner, the pins at this node or below it; None without any."""
+    checkpoint: int = 0
+    """The number of a saved state of linear attention behind this node's last token; 0: none."""
     queued: bool = False
     """The tree's eviction queue has an entry for this node."""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from core.cache.checkpoints import Checkpoints
 from core.cache.events import CacheEvents
 from core.cache.evict import EvictionKey
 from core.cache.key import WIDTH, common_units
@@ -67,6 +68,8 @@ class RadixTree:
         self._step = page_size * WIDTH
         self._eviction_key = eviction_key
         self._events = events
+        self.checkpoints: Checkpoints | None = None
+        """Of nodes, where the model has linear attention."""
         self._now = 0
         # Every unlocked leaf without pins has one entry. Entries of nodes that were locked, pinned,
         # dropped or grew children since stay until they come up; `RadixNode.queued` keeps a node from
@@ -299,6 +302,8 @@ class RadixTree:
         self.nodes -= 1
         if self._events is not None:
             self._events.removed(node.pages)
+        if self.checkpoints is not None:
+            self.checkpoints.drop(node)
         self._settle(parent)
 
     # -- looking (tests and integrity)

@@ -14,7 +14,7 @@ MASKED_DRAFTS: Final = 256
 """Drafts that all rows with grammars may have in a step: before it can sample, the host fills a mask for
 each, in some 10 µs."""
 
-MOST_SAVES: Final = 4
+MOST_SAVES: Final = 10
 """Checkpoints of a slot that a step can make."""
 
 

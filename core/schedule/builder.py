@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.plan import Chunk, NewSlot, PageWrites, StepPlan
+from core.plan import Chunk, NewSlot, PageWrites, Save, StepPlan
 from core.plan.plan import NO_WRITES
 from core.request import Request
 from core.schedule.ledger import InFlightChunk, InFlightStep
@@ -42,10 +42,10 @@ class PlanBuilder:
         self.grant = grant
         """Drafts of the decode rows."""
         self._common = 0
-        self._chunks: list[Chunk] = []
-        self._chunk_requests: list[Request] = []
+        self._chunks: list[tuple[Request, Chunk]] = []
         self._new: list[NewSlot] = []
         self._writes: list[tuple[Ints, Ints, Ints]] = []
+        self._saves: list[Save] = []
 
     @property
     def full(self) -> bool:
@@ -69,8 +69,7 @@ class PlanBuilder:
         self.room -= self.decode_tokens
 
     def chunk(self, request: Request, chunk: Chunk) -> None:
-        self._chunks.append(chunk)
-        self._chunk_requests.append(request)
+        self._chunks.append((request, chunk))
         self.room -= len(chunk.tokens)
         self.prompt_tokens += len(chunk.tokens)
         self.pairs += len(chunk.tokens) * (chunk.start + len(chunk.tokens) / 2)
@@ -86,12 +85,17 @@ class PlanBuilder:
     def write(self, slots: Ints, indices: Ints, pages: Ints) -> None:
         self._writes.append((slots, indices, pages))
 
+    def save(self, slot: int, tokens: int, checkpoint: int) -> None:
+        """Keep the slot's states behind so many tokens; checkpoint 0: do not."""
+        if checkpoint:
+            self._saves.append(Save(slot, tokens, checkpoint))
+
     def build(self, step: int, table: SlotTable) -> tuple[StepPlan, InFlightStep]:
         """The frozen plan, and its record for the ledger."""
         plan = StepPlan(
             step=step,
             decode_slots=frozen(self.decode_slots.astype(np.int32)),
-            chunks=tuple(self._chunks),
+            chunks=tuple(chunk for _, chunk in self._chunks),
             new_slots=tuple(self._new),
             page_writes=self._page_writes(),
             common=self._common,
@@ -99,17 +103,18 @@ class PlanBuilder:
             drafts=self.grant.drafts,
             proposes=self.grant.proposes,
             adapters=table.has_adapter(self.decode_slots)
-            or table.has_adapter(np.asarray([chunk.slot for chunk in self._chunks], np.int64)),
+            or table.has_adapter(np.asarray([chunk.slot for _, chunk in self._chunks], np.int64)),
+            saves=tuple(self._saves),
         )
         rows, slots = self._decode, self.decode_slots
-        sampling = [r for r, c in zip(self._chunk_requests, self._chunks, strict=True) if c.samples]
+        sampling = [r for r, c in self._chunks if c.samples]
         if sampling:
             rows = rows + sampling
             slots = np.concatenate([slots, np.asarray([r.slot for r in sampling], np.int64)])
         table.in_flight[slots] += 1
         notable = [
             InFlightChunk(r, c.slot, int(table.epoch[c.slot]), _ends_without_token(r, c))
-            for r, c in zip(self._chunk_requests, self._chunks, strict=True)
+            for r, c in self._chunks
             if c.logprobs >= 0 or c.hidden != "none" or c.experts or _ends_without_token(r, c)
         ]
         for chunk in notable:

@@ -73,8 +73,18 @@ class DecodeRows:
         if len(slots):
             self._table.least[slots] += 1
             self._table.most[slots] += self._table.queries(slots, grant.query_length)
+            if self._cache.interval:
+                self._save(builder, requests, slots)
             builder.decode(requests, slots, self._shared_prefix.count() << self._shift, grant)
             self._new_token_ratio.step()
+
+    def _save(self, builder: PlanBuilder, requests: list[Request], slots: NDArray64) -> None:
+        """Keep the states of rows that are at a multiple of the interval behind this step."""
+        tokens = self._table.least[slots]
+        for row in np.flatnonzero(tokens % self._cache.interval == 0).tolist():
+            hold, count = requests[row].hold, int(tokens[row])
+            assert hold is not None
+            builder.save(int(slots[row]), count, self._cache.save_ahead(hold, count))
 
     def _grant(self, builder: PlanBuilder) -> Grant:
         """Drafts of the whole step. Prompts keep at least half of the tokens beside the rows."""

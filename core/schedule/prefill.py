@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 from itertools import chain, islice
 
 from core.cache.hold import Hold
-from core.cache.manager import CacheManager, Match
+from core.cache.manager import CacheManager, Match, worth_waiting
 from core.executor import Capabilities
-from core.plan import Chunk, NewSlot
+from core.plan import MOST_SAVES, Chunk, NewSlot
 from core.request import Pinning, Request, State
 from core.request.params import Hidden
 from core.schedule.adapters import Places
@@ -227,7 +227,7 @@ class Prefills:
                 continue
             tokens = request.tokens()
             match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
-            if len(tokens) - match.tokens <= builder.room:
+            if len(tokens) - match.tokens <= builder.room and not worth_waiting(match):
                 if not self._try_reserve(builder, request, place, match):
                     return
                 yield request, tokens
@@ -237,7 +237,7 @@ class Prefills:
         of its adapter."""
         tokens = request.tokens()
         match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
-        if self._fits(len(tokens) - match.tokens, builder.room) == 0:
+        if self._fits(len(tokens) - match.tokens, builder.room) == 0 or worth_waiting(match):
             return None
         return tokens if self._try_reserve(builder, request, place, match) else None
 
@@ -270,6 +270,7 @@ class Prefills:
                 drafts=bool(self._table.drafting[slot]),
                 namespace=request.root.namespace(),
                 place=place,
+                checkpoint=match.checkpoint,
             ),
             hold.pages,
         )
@@ -357,9 +358,15 @@ class Prefills:
         table.least[slot] = table.most[slot] = end
         assert request.hold is not None
         self._cache.commit(request.hold, request.root, tokens[:end], request.priority)
+        self._save(builder, request.hold, slot, range(start + 1, end + 1))
         if last and request.pinning is not None:
             self._pin(request.hold, request.pinning, builder.now)
         return last
+
+    def _save(self, builder: PlanBuilder, hold: Hold, slot: int, passed: range) -> None:
+        """Keep the states of linear attention at the marks that a chunk passes."""
+        for mark in [mark for mark in hold.marks if mark in passed][-MOST_SAVES:]:
+            builder.save(slot, mark, self._cache.save(hold, mark))
 
     def _pin(self, hold: Hold, pinning: Pinning, now: float) -> None:
         """The whole prompt is in the tree now: pin the prefixes that its client marked."""

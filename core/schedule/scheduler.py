@@ -171,6 +171,7 @@ class Scheduler:
         """The next step, or None when there is nothing to run."""
         now = self._clock()
         self.expire(now)
+        self.cache.next_step()
         if self._config.order == "priority" and not self._draining:
             self._preempt()
         limits = self._capabilities

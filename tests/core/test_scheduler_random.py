@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from core.cache import manager
 from core.config import CacheConfig, Eviction, SchedulePolicy
 from core.costs import ChunkCosts, CostTable, StepCosts
 from core.request import Request
@@ -27,9 +28,12 @@ CHUNKS = ChunkCosts(CostTable((1, 4, 16), (1e-3, 2e-3, 8e-3)), 1e-5)
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that prompts beside rows, and those of several callers, are held back in steps of 16 tokens too."""
+    """So that prompts beside rows, and those of several callers, are held back in steps of 16 tokens too, and
+    short texts have checkpoints."""
     monkeypatch.setattr(chunk_budget, "LEAST_CHUNK", 1)
     monkeypatch.setattr(prefill, "SHARED_CHUNK", 8)
+    monkeypatch.setattr(manager, "GAIN", 4)
+    monkeypatch.setattr(manager, "INTERVAL", 8)
 
 
 class Traffic:
@@ -55,6 +59,7 @@ class Traffic:
             itl_target=rng.choice([0, 2, 12]),
             prefill_weight=rng.choice([0.2, 32]),
             chunk_costs=CHUNKS,
+            checkpoints=(None, 0, 3, 20)[seed // 2 % 4] if not drafts else None,
             order=POLICIES[seed // 4 % len(POLICIES)],  # in 28 seeds each with every number of places
             prefill_first=rng.random() < 0.3,
             conservativeness=rng.choice([0.01, 0.5, 1.0]),

@@ -8,13 +8,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from core.cache import manager
 from core.config import CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
 from core.errors import ConfigError
+from core.executor import Capabilities
+from core.request import SamplingParams
 from gpu.build import Beside, Drafting, build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.weights import load_model
 from tests.rigs import tiny_model
+from tests.rigs.driver import Driver
+from tests.rigs.runner import Rig
 from tests.rigs.tiny_model import Tiny
+
+A = [int(i * 37 % 251) + 3 for i in range(40)]
+B = [*A[:30], *(int(i * 53 % 241) + 5 for i in range(31))]
+C = [*A[:30], 9, 8, 7, 6, 5]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return tiny_model.build("qwen3.5", tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +88,38 @@ def _build(tiny: Tiny, cache: CacheConfig, beside: Beside) -> LocalExecutor:
     return build_executor(
         spec_of(tiny.path), tiny.path, ModelConfig(), cache, ScheduleConfig(), lambda *_: None, beside
     )
+
+
+@pytest.mark.parametrize(("tokens", "depth", "checkpoints"), [(512, 1, 12), (160, 2, 4), (160, 0, 1)])
+def test_texts_are_the_same_from_checkpoints_and_after_preemption(
+    dense: Tiny, monkeypatch: pytest.MonkeyPatch, tokens: int, depth: int, checkpoints: int
+) -> None:
+    """Prompts that are equal, that go on a former text, and that leave it in the middle; steps of 24 tokens
+    cut them."""
+    monkeypatch.setattr(manager, "GAIN", 4)
+    monkeypatch.setattr(manager, "INTERVAL", 8)
+    alone = Rig(dense.path, page_size=4)
+    texts = {}
+    for slot, prompt in ((1, A), (2, B), (3, C)):
+        texts[slot] = alone.generate(slot, prompt, 30)
+    on = [*A, *texts[1], 11, 12, 13]
+    texts[4] = alone.generate(4, on, 30)
+    rig = Rig(dense.path, page_size=4, rows=4, tokens=tokens, checkpoints=checkpoints)
+    capabilities = Capabilities(
+        num_pages=tokens // 4 + 1, page_size=4, max_rows=4, context_length=160,
+        vocab_size=rig.spec.vocab_size, max_step_tokens=24, checkpoints=checkpoints,
+    )  # fmt: skip
+    config = ScheduleConfig(overlap_depth=depth, conservativeness=0.01)
+    driver = Driver(LocalExecutor([rig.runner], capabilities), config)
+    params = [SamplingParams(temperature=0.0, max_tokens=30)] * 3
+    first = driver.run([A, B, C], params)
+    second = driver.run([on, A, B], params)
+    counters = driver.scheduler.counters
+    driver.close()
+    assert [answer.tokens for answer in first] == [texts[1], texts[2], texts[3]]
+    assert [answer.tokens for answer in second] == [texts[4], texts[1], texts[2]]
+    assert (counters.retractions > 0) == (tokens < 512)
+    if (
+        tokens == 512
+    ):  # an equal prompt but for its last page, and a turn but for what is behind a multiple of 8
+        assert counters.cached_tokens >= 28 + 64 + 36 + 60

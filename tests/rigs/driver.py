@@ -45,7 +45,7 @@ class Driver:
         self._executor = executor
         self._depth = schedule.overlap_depth
         self._arrived = threading.Semaphore(0)
-        cache = CacheManager(caps.num_pages, caps.page_size, radix=radix)
+        cache = CacheManager(caps.num_pages, caps.page_size, radix=radix).with_checkpoints(caps.checkpoints)
         self.scheduler = Scheduler(caps, cache, schedule, monotonic)
         executor.start(self._arrived.release)
         self._made = 0

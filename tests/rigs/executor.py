@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from core.command import Command, CommandDone
 from core.executor import Capabilities
-from core.plan import Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
+from core.plan import MOST_SAVES, Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
 from core.types import Floats, Ints, NDArray64
 
 POISON = -7
@@ -24,6 +24,15 @@ POISON = -7
 
 REJECTED = -8
 """Content of cells of rejected draft tokens: reading it is an error too."""
+
+
+START = (0, 17)
+"""The state of a slot before the first token."""
+
+
+def advance(state: tuple[int, int], token: int) -> tuple[int, int]:
+    """The state behind one token more."""
+    return state[0] + 1, (state[1] * 1_000_003 + token + 1) % 2_147_483_647
 
 
 def next_token(tokens: Iterable[int] | Ints, vocab_size: int) -> int:
@@ -103,6 +112,10 @@ class FakeExecutor:
         self._submitted_place = self._row_place.copy()
         self._places_read: dict[int, set[int]] = {}
         """By pending step, the places of its rows."""
+        self.states: dict[int, tuple[int, int]] = {}
+        """By slot: length and hash of what its linear attention has seen."""
+        self.checkpoints = {0: START}
+        self._saves: dict[tuple[int, int], int] = {}
         self.closed = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -184,12 +197,17 @@ class FakeExecutor:
             self.undrafted -= {new.slot}
             self.undrafted |= {new.slot} if new.grammar or new.params.processor else set()
             self.length[new.slot] = new.cached
+            if capabilities.checkpoints is not None:
+                self.states[new.slot] = self.checkpoints[new.checkpoint]
+                assert self.states[new.slot][0] == new.cached, "states of another length"
             self.limit[new.slot] = new.limit
             self._row_place[new.slot] = new.place
             self.logprob_slots[new.slot] = new.params.logprobs
         writes = plan.page_writes
         self.table[writes.slots, writes.indices] = writes.pages
         before = self.length.copy()
+        self._saves = {(save.slot, save.tokens): save.checkpoint for save in plan.saves}
+        assert max(Counter(save.slot for save in plan.saves).values(), default=0) <= MOST_SAVES
         self._check_common(plan)
         rows, queries = self._decode(plan)
         for chunk in plan.chunks:
@@ -197,6 +215,7 @@ class FakeExecutor:
             self._store(chunk.slot, chunk.start, chunk.tokens)
         ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
         rows += [[self._sample(slot)] for slot in ends]
+        assert not self._saves, "a checkpoint of tokens that the step does not pass"
         slots = [
             slot for slot, made in zip([*plan.decode_slots.tolist(), *ends], rows, strict=True) for _ in made
         ]
@@ -311,6 +330,10 @@ class FakeExecutor:
             page = self.table.item(slot, position // size)
             assert page > 0, "a row writes to the dump page"
             self.pool[page, position % size] = token if token < 0 else token + added
+            if slot in self.states:
+                self.states[slot] = advance(self.states[slot], token + added)
+                if (checkpoint := self._saves.pop((slot, position + 1), 0)) > 0:
+                    self.checkpoints[checkpoint] = self.states[slot]
         self.length[slot] = end
 
     def _sample(self, slot: int) -> int:
@@ -318,6 +341,11 @@ class FakeExecutor:
         pages = -(-length // self._capabilities.page_size)
         seen = self.pool[self.table[slot, :pages]].reshape(-1)[:length]
         assert seen.min(initial=0) >= 0, "a row reads a cell that was not written"
+        if slot in self.states:
+            state = START
+            for each in seen.tolist():
+                state = advance(state, each)
+            assert self.states[slot] == state, "a state is not that of the slot's tokens"
         token = -1 if slot in self.nan_slots else next_token(seen, self._capabilities.vocab_size)
         self.cell[slot] = max(token, 0)
         return token

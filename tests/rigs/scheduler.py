@@ -52,6 +52,7 @@ class Harness:
         chunk_costs: ChunkCosts | None = None,
         places: int = 0,
         device: str = "cpu",
+        checkpoints: int | None = None,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
         **schedule: object,
     ) -> None:
@@ -72,12 +73,16 @@ class Harness:
             costs=costs,
             chunk_costs=chunk_costs,
             device=device,
+            checkpoints=checkpoints,
             adapters=AdapterLimits(places=places, max_rank=8, host=4) if places else None,
         )
         self.executor = FakeExecutor(capabilities, seed=seed)
         manager = CacheManager(
-            pages + 1, page_size, radix=cache.radix_cache and causal, eviction=cache.eviction
-        )
+            pages + 1,
+            page_size,
+            radix=cache.radix_cache and causal,
+            eviction=cache.eviction,
+        ).with_checkpoints(checkpoints)
         self.scheduler = Scheduler(capabilities, manager, config, self.clock)
         self.delivered: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}

@@ -1,0 +1,149 @@
+"""Saved states of linear attention: which prefixes of the tree have one.
+
+A prefix's keys and values can be read from any token on, but the state of a layer with linear attention only
+from where it was saved: a prefix is of use up to a node with a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from core.cache.hold import Hold
+from core.cache.node import RadixNode
+from core.cache.pages import IntegrityError
+
+GAIN = 128
+"""Tokens that a checkpoint has to spare somebody. One takes as much memory as the keys and values of a
+thousand tokens or two."""
+
+INTERVAL = 64
+"""Tokens between the checkpoints of an answer, at least: at most so many of a text are computed again with
+its next turn. Saving costs the copy of a state, which each of these tokens reads and writes anyway."""
+
+SPACING = 1024
+"""Tokens between those within a prompt, for others that begin alike and leave it where nobody has before."""
+
+PENDING = 2
+"""Checkpoints of an answer that is under way. Where it ends is known once later steps are planned, which may
+have passed the last of them."""
+
+
+class Checkpoints:
+    """The numbers 1 ... `total`: free, of a node's state, or pending for what a running request will leave in
+    the tree. The least recently used one of a node gives way first, whatever becomes of the node's pages.
+
+    Owner: event loop, through `CacheManager`. What a step saves later steps can read: a checkpoint that was
+    made for the step being planned is `fresh`, and nobody starts from it yet.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total, 0, -1))
+        self._made: dict[RadixNode, int] = {}
+        """The step that each node's was made for."""
+        self._order: OrderedDict[RadixNode, None] = OrderedDict()
+        """Nodes with one, the least recently used first."""
+        self._spare: OrderedDict[RadixNode, None] = OrderedDict()
+        """The same of those that give way before all others."""
+        self._step = 0
+
+    def next_step(self) -> None:
+        """From here on another step is planned."""
+        self._step += 1
+
+    def usable(self, node: RadixNode) -> RadixNode:
+        """The nearest node, at or above `node`, that a request can start from; the top has the state before
+        the first token."""
+        while node.parent is not None and not (node.checkpoint and self._made[node] < self._step):
+            node = node.parent
+        return node
+
+    def fresh(self, node: RadixNode) -> RadixNode | None:
+        """The nearest, at or above `node`, with a checkpoint, if that is of the step being planned."""
+        while node.parent is not None and not node.checkpoint:
+            node = node.parent
+        return node if node.checkpoint and self._made[node] == self._step else None
+
+    def touch(self, node: RadixNode) -> None:
+        """Somebody uses the node's, if it has one."""
+        if node.checkpoint:
+            self._spare.pop(node, None)
+            self._order[node] = None
+            self._order.move_to_end(node)
+
+    def add(self, node: RadixNode, spare: bool) -> int:
+        """A checkpoint for `node`, whose state the step being planned has to save; 0: it has one, or there
+        is none. `spare`: it gives way first."""
+        if node.checkpoint or not (number := self._take()):
+            self.touch(node)
+            return 0
+        self._attach(node, number, self._step)
+        if spare:
+            self._demote(node)
+        else:
+            self._supersede(node)
+        return number
+
+    def _supersede(self, node: RadixNode) -> None:
+        """Those before `node` give way first, up to where another text branches off: whoever has as much in
+        common with this one goes on from `node`."""
+        above = node.parent
+        while above is not None and len(above.children) == 1:
+            if above.checkpoint:
+                self._demote(above)
+            above = above.parent
+
+    def _demote(self, node: RadixNode) -> None:
+        if self._order.pop(node, self) is None:
+            self._spare[node] = None
+
+    def pend(self, hold: Hold, tokens: int) -> int:
+        """A checkpoint for the state behind so many tokens that are not in the tree yet; 0: there is none."""
+        pending = hold.pending
+        if len(pending) == PENDING or (pending and not self._free):
+            number = pending.pop(0)[1]
+        elif not (number := self._take()):
+            return 0
+        pending.append((tokens, number))
+        return number
+
+    def settle(self, hold: Hold, node: RadixNode | None) -> None:
+        """What is pending ends: the last one is that of `node`, None: of nobody."""
+        if node is not None and not node.checkpoint:
+            # A step that was planned before saves it: nobody has to wait for that.
+            self._attach(node, hold.pending.pop()[1], self._step - 1)
+            self._supersede(node)
+        self._free += [number for _, number in hold.pending]
+        hold.pending = []
+
+    def drop(self, node: RadixNode) -> None:
+        """The node leaves the tree."""
+        if node.checkpoint:
+            del self._made[node]
+            self._order.pop(node, None)
+            self._spare.pop(node, None)
+            self._free.append(node.checkpoint)
+            node.checkpoint = 0
+
+    def _attach(self, node: RadixNode, number: int, step: int) -> None:
+        node.checkpoint = number
+        self._made[node] = step
+        self.touch(node)
+
+    def _take(self) -> int:
+        if not self._free and self._made:
+            self.drop(next(iter(self._spare or self._order)))
+        return self._free.pop() if self._free else 0
+
+    def check(self, nodes: Iterable[RadixNode], holds: Iterable[Hold]) -> None:
+        """Raise `IntegrityError` unless each number has one owner, among `nodes`, all of the tree, and
+        `holds`."""
+        owners = {node for node in nodes if node.checkpoint}
+        if not owners == self._made.keys() == self._order.keys() | self._spare.keys():
+            raise IntegrityError(f"{len(owners)} nodes have checkpoints, {len(self._made)} are known")
+        numbers = Counter(self._free)
+        numbers.update(node.checkpoint for node in owners)
+        numbers.update(number for hold in holds for _, number in hold.pending)
+        if numbers != Counter(range(1, self.total + 1)):
+            raise IntegrityError(f"checkpoints are lost or have two owners: {sorted(numbers.elements())}")
