@@ -15,6 +15,7 @@ from gpu.attention.selector import device_attention
 from gpu.device import HOPPER, CudaFacts
 from gpu.draft.build import make_drafter, pool_of
 from gpu.draft.model import DraftMachine
+from gpu.kernels.delta import gated_delta
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.lora.linear import Branch
@@ -82,8 +83,9 @@ def _captured_runner(
         ops = partial(with_rank, plain, kind, rank, spec.vocab_size)
     launcher = CudaGraphs if schedule.cuda_graphs and not spec.uncaptured else Plain
     padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts, shape.adapters)
+    delta = partial(gated_delta, pdl=pdl)
     machine = Machine(
-        device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl, rank, parts.paced
+        device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl, rank, parts.paced, delta
     )
     drafter = None
     if (draft := parts.draft) is not None:

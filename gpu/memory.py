@@ -135,7 +135,9 @@ def device_needs(
 
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """The most that one token of a step holds at once."""
-    attention = 3 * spec.q_size + 2 * spec.kv_size
+    attention = (3 + 3 * spec.output_gate) * spec.q_size + 2 * spec.kv_size
+    if (linear := spec.linear) is not None:  # gates and norms in float32
+        attention = max(attention, 3 * linear.channels + 10 * linear.value_size)
     if (latent := spec.latent) is not None:  # queries before and behind the latents, results likewise
         each = latent.query_dim + spec.head_dim + latent.kv_rank + latent.value_dim
         attention = spec.heads * each + latent.q_rank + spec.head_dim

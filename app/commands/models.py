@@ -26,6 +26,8 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "Qwen3ForCausalLM": ("hermes", "think"),
     "Qwen3MoeForCausalLM": ("hermes", "think"),
     "Qwen3NextForCausalLM": ("hermes", "think"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_coder", "think"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_coder", "think"),
     "SmolLM3ForCausalLM": ("hermes", "think"),
 }
 """What chat models of an architecture mostly write: calls of tools, and reasoning. A start takes the formats

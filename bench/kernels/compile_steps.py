@@ -12,20 +12,24 @@ from typing import Any
 import torch
 
 from core.config import MAX_NODES
+from core.models import LinearSpec
 from gpu.kernels.attention import decode
 from gpu.kernels.attention.pages import Pages
+from gpu.kernels.delta import gated_delta
 from gpu.kernels.ngram import look_up
 from gpu.kernels.paths import move_paths
 from gpu.kernels.sampling import drafts as draft_kernels
 from gpu.kernels.sampling import kernels
 from gpu.kernels.sampling.sample import perturb
 from gpu.kernels.step import begin_step
+from gpu.kv.states import StatePool
 from gpu.sample.kernels import MaskRows
 from gpu.sample.penalties import Counts
 from gpu.sample.token_tables import token_tables
 from gpu.state.draft_rows import ONE_TOKEN, Block, DraftRows
 from gpu.state.entry import Limits
 from gpu.state.history import History, history_words
+from gpu.state.recurrent import DeltaInputs
 from gpu.state.served import make_served
 from gpu.state.tables import SlotTables
 from gpu.step.buffers import HiddenShape, StepBuffers
@@ -33,6 +37,9 @@ from gpu.step.rings import Entries, Rings
 from gpu.step.steps import Forward
 
 CPU = torch.device("cpu")
+LINEAR = LinearSpec(
+    layers=frozenset({0}), key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, mixed=True
+)
 ROWS, PAGES, PAGE, VOCAB, HIDDEN, STEP = 256, 128, 16, 151_936, 4096, 2048
 
 
@@ -54,6 +61,16 @@ class _Step:
         key = self.mixed if mixed else self.decode
         view, samples = self.buffers.view(key), self.buffers.samples.first(key.samples)
         begin_step(self.rings.entries, self.tables, view, samples, page_size=PAGE, pdl=pdl)
+
+    def linear(self, mixed: bool, pdl: bool) -> None:
+        """Linear attention, of a Qwen3-Next."""
+        key = self.mixed if mixed else self.decode
+        pool = StatePool(LINEAR, ROWS + 1, 1, torch.bfloat16, CPU)
+        wide = torch.empty(key.tokens, LINEAR.channels + LINEAR.value_size, dtype=torch.bfloat16)
+        heads = torch.empty(2, key.tokens, LINEAR.value_heads)
+        weight = torch.empty(LINEAR.channels, LINEAR.kernel, dtype=torch.bfloat16)
+        inputs = DeltaInputs(wide[:, : LINEAR.channels], heads[0], heads[1], weight, LINEAR)
+        gated_delta(pool, 0, self.buffers.view(key), inputs, pdl=pdl)
 
     def accept(self, counted: bool, pdl: bool) -> None:
         """The last kernels."""
@@ -134,9 +151,14 @@ def step_cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def begin(kind: tuple[Any, ...], mixed: bool) -> None:
         _Step(*kind).begin(mixed, pdl)
 
+    def linear(mixed: bool) -> None:
+        _Step().linear(mixed, pdl)
+
     def accept(kind: tuple[Any, ...], counted: bool) -> None:
         _Step(*kind).accept(counted, pdl)
 
+    for mixed in (False, True):
+        found[f"delta{' mixed' * mixed}"] = partial(linear, mixed)
     for name, kind in kinds.items():
         for mixed in (False, True):
             found[f"begin{name}{' mixed' * mixed}"] = partial(begin, kind, mixed)

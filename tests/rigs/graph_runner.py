@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from core.plan import Chunk, NewSlot, StepPlan, StepResult
+from core.plan import Chunk, NewSlot, Save, StepPlan, StepResult
 from gpu.attention import AttentionBackend
+from gpu.kernels.delta import gated_delta
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
+from gpu.kv.states import StatePool
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.runner import Machine, ModelRunner
 from gpu.state.view import StepView
@@ -57,7 +60,7 @@ def captured_machine(
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         return lambda view: TritonOps(view, Kernels(attention, pool.caches(), configs))
 
-    return Machine(CPU, sizes, launcher, attention, ops, begin_step, triton_kernels)
+    return Machine(CPU, sizes, launcher, attention, ops, begin_step, triton_kernels, delta=gated_delta)
 
 
 class Both:
@@ -73,14 +76,21 @@ class Both:
         heads = spec.kv_shape
         with device_thread(CPU):
             self.runner.use_model(rig.model)
-            self.runner.use_pool(KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU))
+            pool = KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU)
+            if spec.linear is not None:
+                pool.states = StatePool(spec.linear, ROWS + 1, 8, torch.float32, CPU)
+            self.runner.use_pool(pool)
             self.runner.prepare()
 
     def step(
-        self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
+        self,
+        decode: Sequence[int] = (),
+        chunks: Sequence[Chunk] = (),
+        new: Sequence[NewSlot] = (),
+        saves: Sequence[Save] = (),
     ) -> StepResult:
         """Run one plan with both; all results must agree."""
-        plan = self.rig.plan(decode, chunks, new)
+        plan = msgspec.structs.replace(self.rig.plan(decode, chunks, new), saves=tuple(saves))
         with device_thread(CPU):
             want = self.rig.runner.launch(plan).wait()
             got = self.runner.launch(plan).wait()

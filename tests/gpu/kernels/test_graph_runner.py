@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
 from core.executor import Capabilities
 from core.grammar import GrammarSpec
-from core.plan import Chunk, NewSlot, StepFailure, StepPlan, StepResult
+from core.plan import Chunk, NewSlot, Save, StepFailure, StepPlan, StepResult
 from core.request import SamplingParams
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
@@ -71,6 +72,29 @@ def run(both: Both, params: Sequence[SamplingParams], steps: int, **chunk: int) 
 
 def test_after_a_warm_up_of_every_size(tiny: Tiny) -> None:
     run(Both(tiny.path, Plain), [SamplingParams(temperature=0.0)], 1)
+
+
+def test_states_of_linear_attention(tmp_path: Path) -> None:
+    """Of a chunk that begins in another's middle, saved within a chunk and behind a decode step."""
+    kinds = ["linear_attention", "full_attention"]
+    path = tiny_model.build("qwen3.5", tmp_path, num_hidden_layers=2, layer_types=kinds).path
+    both = Both(path)
+    rig, greedy = both.rig, SamplingParams(temperature=0.0, logprobs=2)
+    both.step(
+        chunks=[Chunk(1, 0, ints(PROMPT[:11]), False, target=PROMPT[11])],
+        new=[rig.new(1, PROMPT, params=greedy)],
+        saves=[Save(1, 4, 5), Save(1, 8, 2)],
+    )
+    shared = rig.new(2, PROMPT, shared=rig.pages[1][:2], params=greedy, checkpoint=2)
+    chunks = [Chunk(1, 11, ints(PROMPT[11:]), True), Chunk(2, 8, ints(PROMPT[8:]), True)]
+    first = both.step(chunks=chunks, new=[shared])
+    assert first.tokens[0] == first.tokens[1]
+    both.step(decode=[2, 1])
+    after = both.step(decode=[2, 1], saves=[Save(1, 16, 3)])
+    both.step(decode=[1])
+    again = rig.new(3, [*PROMPT, 0, 0, 7], shared=rig.pages[1][:4], params=greedy, checkpoint=3)
+    both.step(decode=[1], chunks=[Chunk(3, 16, ints([7]), True)], new=[again])
+    assert after.tokens[0] == after.tokens[1]
 
 
 def test_greedy_and_drawn_rows(both: Both) -> None:
