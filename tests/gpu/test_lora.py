@@ -30,7 +30,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     def made(name: str) -> Path:
         return tiny_model.build(name, tmp_path_factory.mktemp(name), tie_word_embeddings=False).path
 
-    return {name: made(name) for name in (*VARIANTS, "gemma3", "gpt-oss", "deepseek-v2")}
+    return {name: made(name) for name in (*VARIANTS, "gemma3", "gpt-oss", "deepseek-v2", "qwen3-next")}
 
 
 def rig(path: Path) -> Rig:
@@ -39,7 +39,10 @@ def rig(path: Path) -> Rig:
 
 @pytest.mark.parametrize(
     ("variant", "target"),
-    [*product(VARIANTS, [*TARGETS, "all"]), *product(("gemma3", "gpt-oss", "deepseek-v2"), ["all"])],
+    [
+        *product(VARIANTS, [*TARGETS, "all"]),
+        *product(("gemma3", "gpt-oss", "deepseek-v2", "qwen3-next"), ["all"]),
+    ],
 )
 def test_an_adapter_is_as_good_as_merged_weights(
     paths: dict[str, Path], tmp_path: Path, variant: str, target: str
