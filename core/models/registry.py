@@ -47,6 +47,11 @@ _LANGUAGE_MODEL = {
 }
 _BESIDE_QWEN = ("mtp.", "model.visual.")
 """Heads that draft by multi-token prediction, and what reads images."""
+_QKV = {
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "conv1d": ("conv1d_q", "conv1d_k", "conv1d_v"),
+}
+"""Queries, keys and values of linear attention, which ranks divide apart."""
 _EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 _W123 = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _ENCODERS = {
@@ -84,10 +89,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(read.qwen2_moe, int4=False),
     "Qwen3MoeForCausalLM": Family(read.qwen3_moe, int4=False),
-    "Qwen3NextForCausalLM": Family(hybrid.qwen3_next, unused=_BESIDE_QWEN, by_expert=_EXPERTS, int4=False),
+    "Qwen3NextForCausalLM": Family(
+        hybrid.qwen3_next, unused=_BESIDE_QWEN, fused=_QKV, by_expert=_EXPERTS, int4=False
+    ),
     **{
         f"Qwen3_5{kind}For{task}": Family(
-            reader, unused=_BESIDE_QWEN, renamed=_LANGUAGE_MODEL, by_expert=_EXPERTS, int4=False
+            reader,
+            unused=_BESIDE_QWEN,
+            renamed=_LANGUAGE_MODEL,
+            fused=_QKV,
+            by_expert=_EXPERTS,
+            int4=False,
         )
         for kind, reader in (("", hybrid.qwen3_5), ("Moe", hybrid.qwen3_5_moe))
         for task in ("CausalLM", "ConditionalGeneration")

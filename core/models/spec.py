@@ -400,11 +400,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--tp {count}: {self.architecture} runs through transformers, on one rank: use --tp 1."
             )
-        if self.linear is not None:
-            raise ConfigError(
-                f"--tp {count}: {self.architecture} has linear attention, which runs on one rank: use --tp 1."
-            )
         sizes = {"num_attention_heads": self.heads}
+        if (linear := self.linear) is not None:
+            sizes["linear_num_key_heads"] = linear.key_heads
+            heads = {"key_heads": linear.key_heads // count, "value_heads": linear.value_heads // count}
+            linear = msgspec.structs.replace(linear, **heads)
         if count % self.kv_heads:
             sizes["num_key_value_heads"] = self.kv_heads
         moe = self.moe
@@ -424,6 +424,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             kv_heads=max(self.kv_heads // count, 1),
             intermediate=self.intermediate // count,
             moe=moe,
+            linear=linear,
             ranks=count,
             kv_copies=max(count // self.kv_heads, 1),
         )

@@ -9,6 +9,7 @@ from core.models import LinearSpec, ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.parameters import Parameters
 from gpu.ops.base import Rotation
+from gpu.shard import COLUMN, ROW
 from gpu.state.recurrent import DeltaInputs
 
 GATED_NORM = ".linear_attn.norm.weight"
@@ -23,16 +24,25 @@ class GatedDeltaNet:
     ) -> None:
         self._layer, self._linear, self._eps = spec.place(layer), linear, spec.norm_eps
         heads, value = linear.value_heads, linear.value_size
+        sizes = {"q": linear.key_size, "k": linear.key_size, "v": value}
+        apart = parameters.shard.ranks > 1  # of each of queries, keys and values a rank has a part
         wide, narrow = {"in_proj_qkvz": linear.channels + value}, {"in_proj_ba": 2 * heads}
         if not linear.mixed:
-            wide = {"in_proj_qkv": linear.channels, "in_proj_z": value}
+            wide = {f"in_proj_{part}": size for part, size in sizes.items()}
+            wide = (wide if apart else {"in_proj_qkv": linear.channels}) | {"in_proj_z": value}
             narrow = {"in_proj_b": heads, "in_proj_a": heads}
-        self._wide = parameters.linear(prefix, spec.hidden, wide, held=spec.held)
-        self._narrow = parameters.linear(prefix, spec.hidden, narrow)
-        self._out = parameters.linear(prefix, value, {"out_proj": spec.hidden}, held=spec.held)
-        self._conv = parameters.tensor(f"{prefix}conv1d.weight", linear.channels, 1, linear.kernel)
+        self._wide = parameters.linear(prefix, spec.hidden, wide, held=spec.held, split=COLUMN)
+        self._narrow = parameters.linear(prefix, spec.hidden, narrow, split=COLUMN)
+        self._out = parameters.linear(prefix, value, {"out_proj": spec.hidden}, held=spec.held, split=ROW)
+        dtype, device = parameters.dtype, parameters.device
+        conv = torch.empty(linear.channels, 1, linear.kernel, dtype=dtype, device=device)
+        views = torch.split(conv, [*sizes.values()]) if apart else (conv,)
+        for name, view in zip(("_q", "_k", "_v") if apart else ("",), views, strict=True):
+            parameters.place(f"{prefix}conv1d{name}.weight", view, COLUMN)
+        self._conv = conv[:, 0]
         self._decay, self._bias = (
-            parameters.tensor(prefix + name, heads, dtype=torch.float32) for name in ("A_log", "dt_bias")
+            parameters.tensor(prefix + name, heads, split=COLUMN, dtype=torch.float32)
+            for name in ("A_log", "dt_bias")
         )
         self._norm = parameters.tensor(f"{prefix}norm.weight", linear.value_dim)
 
@@ -42,7 +52,7 @@ class GatedDeltaNet:
         wide, narrow = self._wide(x, ctx.ops), self._narrow(x, ctx.ops)
         qkv, z, b, a = self._apart(wide, narrow)
         decay = -self._decay.exp() * F.softplus(a.float() + self._bias)
-        inputs = DeltaInputs(qkv, decay, b.float().sigmoid(), self._conv[:, 0], self._linear)
+        inputs = DeltaInputs(qkv, decay, b.float().sigmoid(), self._conv, self._linear)
         found = ctx.states.mix(self._layer, inputs)
         normed = F.rms_norm(found.float(), found.shape[-1:], eps=self._eps).to(found.dtype) * self._norm
         gated = normed * F.silu(z.float().view_as(found))

@@ -33,7 +33,8 @@ class Names(NamedTuple):
 
     aliases    beginnings, and how places begin instead
     renamed    parts, and what stands there instead
-    fused      matrices that are stacked along the output, and what they are apart, in order
+    fused      matrices that are stacked along the output, and what they are apart, in order; those that have
+               a place of their own as they are do not count
     stacked    experts lie as `gpu.weights.experts` has them
     by_expert  as `fused`, of tensors that have such a matrix for each expert
     """
@@ -147,7 +148,7 @@ class Filler:
     def _parts(self, name: str) -> list[str]:
         """The places of a fused matrix; none of any other."""
         for whole, parts in self._names.fused.items():
-            if f".{whole}." in name:
+            if f".{whole}." in name and self._place_name(name) not in self._places:
                 return [self._place_name(name.replace(f".{whole}.", f".{part}.")) for part in parts]
         for whole, parts in self._names.by_expert.items():
             if name.endswith(f".{whole}"):
@@ -177,7 +178,9 @@ class Filler:
         tensor is quantised on its way there.
         """
         if parts := self._parts(name):
-            first, tensor = 0, tensor.reshape(-1, tensor.shape[-1])
+            first = 0
+            if tensor.dim() > self._places[parts[0]].dim():  # one of each expert
+                tensor = tensor.flatten(0, 1)
             for part in parts:
                 last = first + self._whole(part)[0]
                 self._put(part, tensor[first:last], None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.errors import ConfigError, ModelError
-from core.models import ModelSpec, read_spec
+from core.models import read_spec
 
 QWEN3_NEXT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -103,7 +103,8 @@ def test_errors_name_the_field(changes: dict[str, object], named: str) -> None:
         read_spec({**QWEN3_NEXT, **changes})
 
 
-def test_ranks_are_refused_by_name() -> None:
-    got: ModelSpec = read_spec(QWEN3_NEXT)
-    with pytest.raises(ConfigError, match="--tp 2: Qwen3NextForCausalLM has linear attention"):
-        got.shard(2)
+def test_ranks_divide_heads() -> None:
+    one = read_spec(QWEN3_NEXT).shard(4).linear
+    assert one is not None and (one.key_heads, one.value_heads, one.channels) == (4, 8, 2048)
+    with pytest.raises(ConfigError, match=r"--tp 3 does not divide .*linear_num_key_heads \(16\)"):
+        read_spec(QWEN3_NEXT).shard(3)

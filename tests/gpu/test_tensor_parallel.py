@@ -112,6 +112,8 @@ def answers(path: Path, tp: int, depth: int = 1) -> list[Answer]:
         ("qwen3-moe-mixed", 2, {}),
         ("qwen3-moe", 4, {}),
         ("gpt-oss", 2, {"num_hidden_layers": 2}),
+        ("qwen3-next", 2, {}),
+        ("qwen3.5", 2, {}),
     ],
 )
 def test_text_is_that_of_one_rank(name: str, tp: int, more: dict[str, int], tmp_path: Path) -> None:
