@@ -21,8 +21,14 @@ INTERVAL = 64
 """Tokens between the checkpoints of an answer, at least: at most so many of a text are computed again with
 its next turn. Saving costs the copy of a state, which each of these tokens reads and writes anyway."""
 
-SPACING = 1024
-"""Tokens between those within a prompt, for others that begin alike and leave it where nobody has before."""
+SPARE = 256
+"""A prompt has spare ones behind its last multiple of 256, of 512, of 1,024 tokens and so on, for others that
+begin alike and leave it where nobody has before, mostly not far from its end. Evenly spaced by 1,024 they
+were so many that they drove each other out: of Mooncake's trace half as much was found."""
+
+TAIL = 8
+"""Last tokens of a prompt that are not counted on: a chat template may write them otherwise with the next
+turn, as Qwen's do with `<think>`."""
 
 PENDING = 2
 """Checkpoints of an answer that is under way. Where it ends is known once later steps are planned, which may

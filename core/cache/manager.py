@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from core.cache.checkpoints import GAIN, INTERVAL, SPACING, Checkpoints
+from core.cache.checkpoints import GAIN, INTERVAL, SPARE, TAIL, Checkpoints
 from core.cache.events import CacheEvents
 from core.cache.evict import EVICTION_KEYS
 from core.cache.hold import Hold
@@ -177,12 +178,12 @@ class CacheManager:
     def _marks(self, match: Match, num_tokens: int) -> dict[int, bool]:
         """Where to save the states of a prompt: behind its last whole page, which is as much of it as an
         equal or a longer one can use, and where it leaves what others have computed: the next that leaves it
-        there need not begin before."""
+        there need not begin before. Those to spare: see `SPARE`."""
         if not self.interval:
             return {}
-        end = (num_tokens - 1) // self.page_size * self.page_size
-        spacing = -(-SPACING // self.page_size) * self.page_size
-        found = dict.fromkeys(range(spacing, end, spacing), True)
+        end = max(num_tokens - 1 - TAIL, 0) // self.page_size * self.page_size
+        sizes = itertools.takewhile(end.__ge__, (SPARE << more for more in itertools.count()))
+        found = dict.fromkeys((end // size * size for size in sizes), True)
         if match.known < end and match.known - match.tokens >= GAIN:
             found[match.known] = False
         found[end] = False

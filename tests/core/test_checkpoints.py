@@ -48,16 +48,16 @@ def branch(at: int, length: int, of: int) -> Ints:
 def test_an_equal_prompt_and_a_longer_one_start_from_its_last_page() -> None:
     own = cache(8)
     assert play(own, seq(203)) == 0
-    assert play(own, seq(203)) == 200
-    assert play(own, seq(400)) == 200
+    assert play(own, seq(203)) == 192
+    assert play(own, seq(400)) == 192
 
 
 def test_the_second_that_leaves_a_prompt_saves_where_for_the_third() -> None:
     own = cache(8)
     play(own, seq(1001))
-    assert play(own, branch(602, 900, 1)) == 0
-    assert play(own, branch(602, 900, 2)) == 600
-    assert play(own, branch(700, 900, 3)) == 600, "less than is worth one behind 600"
+    assert play(own, branch(402, 900, 1)) == 0
+    assert play(own, branch(402, 900, 2)) == 400
+    assert play(own, branch(500, 900, 3)) == 400, "less than is worth one behind 400"
 
 
 def test_a_turn_starts_from_the_answer_before() -> None:
@@ -72,21 +72,22 @@ def test_long_prompts_have_spare_ones() -> None:
     """They serve who leaves the prompt first, and give way before any other."""
     own = cache(8)
     play(own, seq(5000))
-    assert play(own, branch(3500, 4000, 1)) == 3072
+    assert play(own, branch(4700, 4800, 1)) == 4608
+    assert play(own, branch(4500, 4800, 2)) == 4096
     few = cache(3)
     play(few, seq(203))
     play(few, branch(0, 5000, 1))
-    assert play(few, seq(203)) == 200
-    assert play(few, branch(0, 5000, 1)) == 4996
+    assert play(few, seq(203)) == 192
+    assert play(few, branch(0, 5000, 1)) == 4988
 
 
 def test_the_least_recently_used_gives_way_and_evicted_pages_take_theirs_along() -> None:
     own = cache(2)
     for text in (1, 2):
         play(own, branch(0, 101, text))
-    assert play(own, branch(0, 101, 1)) == 100
+    assert play(own, branch(0, 101, 1)) == 92
     play(own, branch(0, 101, 3))
-    assert play(own, branch(0, 101, 1)) == 100
+    assert play(own, branch(0, 101, 1)) == 92
     assert play(own, branch(0, 101, 2)) == 0
     small = cache(8, pages=1 + 52)
     for text in (1, 2, 3):
@@ -104,11 +105,11 @@ def test_what_a_step_saves_is_of_use_from_the_next_on() -> None:
     for mark in hold.marks:
         own.save(hold, mark)
     match = own.match(A, seq(300), 299)
-    assert (match.tokens, match.known, match.fresh) == (0, 200, 200)
+    assert (match.tokens, match.known, match.fresh) == (0, 200, 192)
     assert manager.worth_waiting(match)
     own.next_step()
     match = own.match(A, seq(300), 299)
-    assert (match.tokens, match.fresh) == (200, 0) and not manager.worth_waiting(match)
+    assert (match.tokens, match.fresh) == (192, 0) and not manager.worth_waiting(match)
     own.discard(hold)
     own.check_integrity([])
 
@@ -129,7 +130,7 @@ def test_without_one_to_give_nothing_is_saved() -> None:
 def test_equal_prompts_of_one_step_are_computed_once() -> None:
     h = Harness(pages=300, rows=6, checkpoints=10, step_tokens=2000)
     same = [h.request(range(90), max_tokens=8) for _ in range(2)]
-    long = [h.request([*range(1, 97), *range(96), *range(i, i + 9)], max_tokens=3) for i in range(4)]
+    long = [h.request([*range(1, 97), *range(96), *range(i, i + 40)], max_tokens=3) for i in range(4)]
     h.run()
     for request in same + long:
         h.check(request)
