@@ -26,7 +26,9 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "Qwen3ForCausalLM": ("hermes", "think"),
     "Qwen3MoeForCausalLM": ("hermes", "think"),
     "Qwen3NextForCausalLM": ("hermes", "think"),
+    "Qwen3_5ForCausalLM": ("qwen3_coder", "think"),
     "Qwen3_5ForConditionalGeneration": ("qwen3_coder", "think"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_coder", "think"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_coder", "think"),
     "SmolLM3ForCausalLM": ("hermes", "think"),
 }
