@@ -26,7 +26,7 @@ def adapted(
     """The messages, the tools and the template's other arguments."""
     described = [{**tool, "function": _described(tool["function"])} for tool in tools or ()]
     arguments = dict(arguments)
-    if (effort := arguments.get("reasoning_effort")) is not None:
+    if (effort := arguments.pop("reasoning_effort", None)) is not None:
         arguments["reasoning_effort"] = _EFFORTS.get(str(effort), effort)
     return turns(messages), described or None, arguments
 
@@ -34,7 +34,7 @@ def adapted(
 def turns(messages: Messages) -> list[dict[str, Any]]:
     """The conversation with all instructions in its first message, and with one call in a message of the
     assistant, its results behind it. Text beside a call becomes part of the reasoning: there the template
-    shows text that comes without any."""
+    shows text that comes without any. Never empty: the template reads the first message."""
     told = [each for each in messages if each.get("role") in _INSTRUCTIONS and each.get("content")]
     made: list[dict[str, Any]] = []
     if told:
@@ -53,7 +53,7 @@ def turns(messages: Messages) -> list[dict[str, Any]]:
             end += 1
         made += _called(message, others[at:end])
         at = end
-    return made
+    return made or [{"role": "system", "content": ""}]
 
 
 def _called(message: dict[str, Any], results: Messages) -> Iterator[dict[str, Any]]:

@@ -193,3 +193,20 @@ def test_conversations_as_the_template_takes_them() -> None:
     results = [{"role": "tool", "content": text} for text in ("1", "2", "3")]
     asked = {"role": "assistant", "content": "", "tool_calls": calls}
     assert [each.get("content") for each in turns([asked, *results])] == ["", "1", "", "2", "3"]
+
+
+async def test_conversations_in_which_something_is_empty(gpt_oss: Server) -> None:
+    """Calls, as answers of other servers have them; instructions; a template's argument."""
+    said = {"role": "assistant", "content": "Hm.", "tool_calls": []}
+    silent = [{"role": "system", "content": ""}]
+    for fields in (
+        {"messages": [*HI, said, *HI]},
+        {"messages": silent},
+        {"messages": silent, "continue_final_message": True},
+        {"messages": HI, "chat_template_kwargs": {"reasoning_effort": None}},
+    ):
+        gpt_oss.engine.scripts = [["Yes."]]
+        status, answer = await gpt_oss.post(CHAT, fields)
+        assert status == 200, answer
+    assert f"{USER}{NEXT}<|channel|>final<|message|>Hm.<|end|>{USER}" in prompt(gpt_oss, 0)
+    assert "\nReasoning: medium\n" in prompt(gpt_oss)

@@ -82,8 +82,8 @@ def _message(message: Message, param: str) -> Message:
     checked = {name: value for name, value in message.items() if value is not None}
     checked["role"] = _RENAMED.get(role, role)
     checked["content"] = _content(message.get("content"), role, bool(message.get("tool_calls")), param)
-    if "tool_calls" in checked:
-        checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{param}.tool_calls")
+    if calls := _tool_calls(checked.pop("tool_calls", []), f"{param}.tool_calls"):
+        checked["tool_calls"] = calls  # of an empty list several templates read the first
     for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
         if name in checked and not isinstance(checked[name], str):
             raise field_error(f"{param}.{name}", "must be a string")
