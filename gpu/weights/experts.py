@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from core.models.quant import MXFP4_GROUP
+
 _NAME = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
 
 _KINDS = {"": ("weight", 3), "_bias": ("bias", 2), "_blocks": ("weight", 4), "_scales": ("weight_scale", 3)}
@@ -43,8 +45,9 @@ class Stack(NamedTuple):
         return self.kind in ("_blocks", "_scales")
 
     def fits(self, shape: list[int]) -> bool:
-        """Whether the tensor has as many dimensions as it should."""
-        return len(shape) == _KINDS[self.kind][1]
+        """Whether the tensor has as many dimensions as it should, and blocks the bytes of a group."""
+        whole = self.kind != "_blocks" or shape[-1:] == [MXFP4_GROUP // 2]
+        return whole and len(shape) == _KINDS[self.kind][1]
 
     def place(self, expert: int, part: str) -> str:
         """The name of the place of that expert's gate, up or down."""

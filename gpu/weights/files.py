@@ -152,7 +152,7 @@ def _put_experts(
     """Fill the places of all that the tensor `name` has: numbers that come with `scales` restored."""
     if stack.packed != (tensor.dtype == torch.uint8) or tensor.dtype == FP8:
         raise ModelError(f"{name} is {tensor.dtype}: stacked experts are read in 16 or 32 bits and in MXFP4.")
-    if stack.kind == "_scales" and int(tensor.max()) > MOST:
+    if stack.kind == "_scales" and bool((tensor > MOST).any()):
         raise ModelError(f"{name} has weights above 12, which no kernel reads: use --quantization none.")
     for expert, each in enumerate(tensor):
         one = each if scales is None else restore(each.flatten(1), scales[expert])
@@ -164,9 +164,9 @@ def _scales_of(name: str, shape: list[int], holders: Mapping[str, Path]) -> torc
     """The scales of MXFP4 numbers of that `shape`, which may lie in another shard."""
     beside = name.removesuffix("_blocks") + "_scales"
     scales = _tensor(beside, holders) if beside in holders else None
-    if scales is None or list(scales.shape) != shape[:-1]:
-        found = "missing" if scales is None else f"{list(scales.shape)}"
-        raise ModelError(f"{name} is MXFP4 and needs {beside} {shape[:-1]}, which is {found}.")
+    if scales is None or list(scales.shape) != shape[:-1] or scales.dtype != torch.uint8:
+        found = "missing" if scales is None else f"{list(scales.shape)}, {scales.dtype}"
+        raise ModelError(f"{name} is MXFP4 and needs {beside} {shape[:-1]}, torch.uint8, which is {found}.")
     return scales
 
 

@@ -100,8 +100,13 @@ def _cut(name: str) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({name: tensors[name][:, :-2].contiguous()})
 
 
-def _coarse(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})
+def _to(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+def _turn(name: str) -> Callable[[Tensors], None]:
+    """As many numbers, in groups of another size."""
+    return lambda tensors: tensors.update({name: tensors[name].transpose(2, 3).contiguous()})
 
 
 UP, DOWN = (f"model.layers.1.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
@@ -112,12 +117,21 @@ UP, DOWN = (f"model.layers.1.mlp.experts.{part}_proj" for part in ("gate_up", "d
     [
         (
             _drop(f"{UP}_scales"),
-            rf"{UP}_blocks is MXFP4 and needs {UP}_scales \[4, 128, 2\], which is missing",
+            rf"{UP}_blocks is MXFP4 and needs {UP}_scales \[4, 128, 2\], torch.uint8, which is missing",
         ),
-        (_cut(f"{UP}_scales"), r"needs .*_scales \[4, 128, 2\], which is \[4, 126, 2\]"),
+        (_cut(f"{UP}_scales"), r"needs .*_scales \[4, 128, 2\], torch.uint8, which is \[4, 126, 2\]"),
+        (_to(f"{UP}_scales", torch.float32), r"needs .*, which is \[4, 128, 2\], torch.float32"),
+        (
+            _to(f"{UP}_scales", torch.float8_e8m0fnu),
+            r"which is \[4, 128, 2\], torch.float8_e8m0fnu",
+        ),
+        (_turn(f"{UP}_blocks"), rf"not part of this architecture: {UP}_blocks"),
         (_cut(f"{DOWN}_blocks"), r"of the wrong shape: model.layers.1.mlp.experts.0.down_proj.weight"),
         (_drop(f"{DOWN}_blocks"), r"4 tensors missing: model.layers.1.mlp.experts.0.down_proj.weight"),
-        (_coarse(f"{DOWN}_bias"), rf"{DOWN}_bias is torch.float8_e4m3fn: stacked experts are read in"),
+        (
+            _to(f"{DOWN}_bias", torch.float8_e4m3fn),
+            rf"{DOWN}_bias is torch.float8_e4m3fn: stacked experts are read in",
+        ),
         (_drop(f"{UP}_bias"), r"8 tensors missing: model.layers.1.mlp.experts.0.gate_proj.bias"),
     ],
 )
@@ -128,6 +142,17 @@ def test_a_damaged_checkpoint_is_told(change: Callable[[Tensors], None], words: 
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ModelError, match=words):
         load_model(spec_of(path), path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "scales"])
+def test_what_is_held_is_checked_too(kind: str, tmp_path: Path) -> None:
+    path = build(tmp_path).path
+    tensors = load_file(path / "model.safetensors")
+    name = f"{UP}_{kind}"
+    tensors[name] = tensors[name].transpose(2, 3).contiguous() if kind == "blocks" else tensors[name][:0]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"8 tensors missing: model.layers.1.mlp.experts.0.gate_proj.weight"):
+        load_model(spec(path), path, torch.float32, CPU)
 
 
 def test_scales_that_no_kernel_reads(tmp_path: Path) -> None:
