@@ -77,7 +77,7 @@ def glm4_moe_lite(fields: Fields) -> ModelSpec:
     fields = fields.over(_GLM_4_7_FLASH)
     spec = _with_groups(fields, _with_latents(fields, Defaults(202752, 64, norm_eps=1e-5)), "sigmoid")
     kinds = fields.array("mlp_layer_types")
-    if kinds and (len(kinds) != spec.layers or not set(kinds) <= {"dense", "sparse"}):
+    if kinds and (len(kinds) != spec.layers or not all(kind in ("dense", "sparse") for kind in kinds)):
         raise fields.wrong("mlp_layer_types", f"a list of dense and sparse, one per layer ({spec.layers})")
     if not kinds or spec.moe is None:
         return spec

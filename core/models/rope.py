@@ -75,8 +75,7 @@ def _read(fields: Fields, rope: Fields, max_position: int, theta: float) -> Rope
     factor = rope.number("factor", max_position / original if kind == "yarn" else None)
     if kind == "yarn":
         more["attention_factor"] = _yarn_attention(rope, factor)
-        if rope.has("mscale_all_dim"):
-            more["scores_factor"] = _yarn_scale(factor, rope.number("mscale_all_dim")) ** 2
+    more["scores_factor"] = _yarn_scale(factor, _mscale(rope, "mscale_all_dim")) ** 2
     return msgspec.structs.replace(spec, kind=kind, factor=factor, **more)
 
 
@@ -95,11 +94,15 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
     """Scale of cos and sin: YaRN (arXiv 2309.00071), section 3.4, with DeepSeek's two mscales."""
     if rope.has("attention_factor"):
         return rope.number("attention_factor")
-    if rope.has("mscale") and rope.has("mscale_all_dim"):
-        both = (rope.number(name) for name in ("mscale", "mscale_all_dim"))
-        one, all_dim = (_yarn_scale(factor, mscale) for mscale in both)
-        return one / all_dim
+    mscale, all_dim = (_mscale(rope, name) for name in ("mscale", "mscale_all_dim"))
+    if mscale and all_dim:
+        return _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
     return _yarn_scale(factor, 1.0)
+
+
+def _mscale(rope: Fields, name: str) -> float:
+    """One of DeepSeek's; 0 where it is absent, and where it is 0."""
+    return 0.0 if rope.without().get(name) in (None, 0) else rope.number(name)
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

@@ -88,7 +88,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     scores_factor: float = 1.0
-    """What DeepSeek multiplies scores by, too (yarn)."""
+    """What DeepSeek multiplies scores by, too (`mscale_all_dim`, of any kind)."""
     long: bool = False
     """longrope: what wavelengths are stretched by where no text is longer than `original_max`, and where some
     may be (`long`). A text does not change from one to the other as it grows, as it does in transformers:

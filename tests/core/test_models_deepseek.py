@@ -139,6 +139,25 @@ def test_a_config_of_glm_4_7_flash() -> None:
     assert got.num_parameters() == pytest.approx(30e9, rel=0.03)
     with pytest.raises(ModelError, match="mlp_layer_types must be a list of dense and sparse, one per layer"):
         read_spec({**config, "mlp_layer_types": ["dense"]})
+    with pytest.raises(ModelError, match="mlp_layer_types must be a list of dense and sparse, one per layer"):
+        read_spec({**config, "mlp_layer_types": [["dense"]] * 47})
+
+
+def test_scores_are_scaled_whatever_stretches_rope() -> None:
+    """By mscale_all_dim, as in transformers; 0 is none."""
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0}
+    by = (0.1 * math.log(40) + 1) ** 2
+    for scaling, scores in (
+        ({**yarn, "mscale_all_dim": 0}, 1.0),
+        ({**yarn, "mscale_all_dim": 1.0}, by),
+        ({"type": "linear", "factor": 40, "mscale_all_dim": 1.0}, by),
+        ({"type": "linear", "factor": 40}, 1.0),
+    ):
+        got = read_spec({**DEEPSEEK_V3, "rope_scaling": scaling})
+        assert got.softmax_scale == pytest.approx(192**-0.5 * scores), scaling
+    assert read_spec({**DEEPSEEK_V3, "rope_scaling": {**yarn, "mscale_all_dim": 0}}).rope.attention_factor > 1
+    with pytest.raises(ModelError, match="mscale_all_dim must be a positive number"):
+        read_spec({**DEEPSEEK_V3, "rope_scaling": {**yarn, "mscale_all_dim": -1}})
 
 
 @pytest.mark.parametrize(
