@@ -42,6 +42,7 @@ def test_a_config_of_glm_4_6() -> None:
     assert (got.qk_norm, got.qkv_bias, got.out_bias, got.more_layers) == ("head", True, False, 1)
     assert got.moe is not None and got.moe.layers == set(range(3, 92))
     assert (got.moe.scores, got.moe.scale, got.moe.norm_topk) == ("sigmoid", 2.5, True)
+    assert got.moe.exact_router, "which float32 logits of tiny models do not show"
     assert (got.moe.shared, got.moe.shared_gate, got.moe.groups) == (1536, False, 1)
     assert got.num_parameters() == pytest.approx(353e9, rel=0.01)  # without the layer behind the last
 

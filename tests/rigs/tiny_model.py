@@ -220,7 +220,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3-halves": (
         "DeepseekV3",
-        {**_GROUPED, **_LATENT, "rope_interleave": False, "attention_bias": True},
+        # An epsilon that shows: norms of latents have their own.
+        {**_GROUPED, **_LATENT, "rope_interleave": False, "attention_bias": True, "rms_norm_eps": 0.01},
     ),
     "glm4-moe-lite": ("Glm4MoeLite", {**_GROUPED, **_LATENT, "mlp_layer_types": ["sparse", "dense"]}),
     # Sizes divisible by 128, for FP8 in blocks.
