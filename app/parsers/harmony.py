@@ -33,10 +33,12 @@ _BUILT_IN = frozenset(("browser", "python", "container"))
 reasoning, as in vLLM's Responses."""
 
 _SPACES = re.compile(r"\s+")
-# Of headers with single spaces: what stands between two marks matches in few ways.
+# Of headers with single spaces. Possessive, channel by channel: each would match in as many ways as its words
+# have letters, and those of a header that is none would all be tried.
 _ROLE = rf"(?:{re.escape(START)}[^ <]*)?"
 _TYPE = r" ?(?:<\|constrain\|>)? ?[\w+-]* ?"
-_HEADER = re.compile(rf" ?{_ROLE} ?(?:{_TO}[^ <]+)? ?(?:{re.escape(CHANNEL)} ?\w* ?(?:{_TO}[^ <]+)?{_TYPE})*")
+_CHANNEL = rf"{re.escape(CHANNEL)} ?(?:(?!{_TO})\w)*+ ?(?:{_TO}[^ <]+)?{_TYPE}"
+_HEADER = re.compile(rf" ?{_ROLE} ?(?:{_TO}[^ <]+)? ?(?>{_CHANNEL})*+")
 _HALF_NAMES = (name[:end] for name in ("analysis", "commentary", "final") for end in range(len(name), -1, -1))
 _HALF_TO = rf" ?(?:{_TO}[^ <]*|to?)?"
 _HALF_CHANNEL = rf"{re.escape(CHANNEL)} ?(?:{'|'.join(_HALF_NAMES)}){_HALF_TO}{_TYPE}"

@@ -115,6 +115,13 @@ TEXTS: tuple[tuple[str, Told], ...] = (
 )
 
 
+def test_headers_that_are_none_take_no_time() -> None:
+    """This one would be read for centuries if all ways to divide it were tried."""
+    text = "<|channel|>aaaaaaaaaa" * 10 + "!<|message|>x"
+    message = assemble(parse(READING.answer(), [text]))
+    assert (message.content, message.reasoning) == (text, "")
+
+
 @pytest.mark.parametrize(("text", "wanted"), TEXTS)
 def test_messages_are_told_apart(text: str, wanted: Told) -> None:
     assert told(text) == wanted
