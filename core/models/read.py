@@ -19,6 +19,8 @@ from core.models.rope import read_rope, read_ropes
 from core.models.spec import ClampedGate, Int4, ModelSpec, MoeSpec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+MOST_LAYERS = 10_000
+"""A config that says more is broken, and sets of its layers would take all memory."""
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -313,6 +315,8 @@ def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if not fields.has("head_dim") and not defaults.head_dim and hidden % heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
+    if (layers := fields.size("num_hidden_layers")) > MOST_LAYERS:
+        raise fields.wrong("num_hidden_layers", f"at most {MOST_LAYERS:,}")
     positions = fields.size("max_position_embeddings", defaults.max_position)
     if "rope" not in facts:
         facts["rope"] = read_rope(fields, positions, defaults.theta)
@@ -320,7 +324,7 @@ def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         architecture=architecture_of(fields),
         vocab_size=fields.size("vocab_size"),
         hidden=hidden,
-        layers=fields.size("num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=fields.size("head_dim", defaults.head_dim or hidden // heads),

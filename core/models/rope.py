@@ -44,6 +44,8 @@ def read_ropes(fields: Fields, max_position: int, thetas: tuple[float, float]) -
 def _read(fields: Fields, rope: Fields, max_position: int, theta: float) -> RopeSpec:
     """Of `rope`, an object of the config `fields`."""
     theta = rope.number("rope_theta", theta)
+    if theta <= 1:
+        raise rope.wrong("rope_theta", "above 1")
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     original = fields.size(

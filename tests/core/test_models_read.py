@@ -436,6 +436,8 @@ def test_context_counts_what_scaling_adds(scaling: dict[str, object] | None, con
         ({"hidden_size": -4}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 10,000"),
+        ({"rope_theta": 1.0}, "rope_theta must be above 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": 66}, "hidden_size"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
