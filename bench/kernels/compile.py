@@ -36,7 +36,7 @@ from gpu.kernels.attention import cascade, decode, latent, prefill, prefill_merg
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.pages import Pages, latent_parts
-from gpu.kernels.gemm import fp8_block, gemv, int4, skinny
+from gpu.kernels.gemm import gemv, int4, scaled, skinny
 from gpu.kernels.jit import cdiv
 from gpu.kernels.lora import dense
 from gpu.kernels.lora.linear import shrink_ahead
@@ -47,7 +47,7 @@ from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
 from gpu.lora import LoraExperts
 from gpu.ops.base import Matrix
-from gpu.ops.fp8 import fp8_linear
+from gpu.ops.scaled import scaled_linear
 from gpu.quant import FP8, scale_shape
 
 CPU = torch.device("cpu")
@@ -188,15 +188,17 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         outputs, size, _ = inputs.LINEARS[name]
         x, weight = empty(rows, size, dtype=FP8), empty(outputs, size, dtype=FP8)
         scales = (empty(n, size // 128, dtype=torch.float32) for n in (rows, outputs // 128))
-        config = fp8_block.block_gemm_config(rows, outputs)
-        fp8_block.block_gemm(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
+        config = scaled.scaled_gemm_config(rows, outputs)
+        scaled.scaled_gemm(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
 
     def fp8_gemm_case(rows: int, name: str, fp8: Fp8) -> None:
         outputs, size, both = inputs.LINEARS[name]
         weight, counters = empty(outputs, size, dtype=FP8), skinny.split_k_counters(CPU)
         scale = empty(*scale_shape(fp8, [outputs], size) or (), dtype=torch.float32)
-        assert skinny.skinny_fp8_config(rows, weight, fp8 == "blocks", both) is not None
-        fp8_linear(empty(rows, size), Matrix(weight, scale=scale), counters, gated=both, num_rows=n, pdl=pdl)
+        assert skinny.skinny_scaled_config(rows, weight, fp8 == "blocks", both) is not None
+        scaled_linear(
+            empty(rows, size), Matrix(weight, scale=scale), counters, gated=both, num_rows=n, pdl=pdl
+        )
 
     def int4_case(rows: int, name: str, dtype: torch.dtype = DTYPE, group: int = 128) -> None:
         outputs, size, both = inputs.LINEARS[name]

@@ -29,15 +29,15 @@ from core.models import Fp8
 from core.models.quant import BLOCK
 from gpu.device import HOPPER
 from gpu.experts import Experts
-from gpu.kernels.gemm.fp8_block import BlockGemmConfig, block_gemm, block_gemm_config
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.kernels.gemm.skinny import Scales, SkinnyConfig, skinny_fp8_config, skinny_gemm, split_k_counters
+from gpu.kernels.gemm.scaled import ScaledGemmConfig, scaled_gemm, scaled_gemm_config
+from gpu.kernels.gemm.skinny import Scales, SkinnyConfig, skinny_gemm, skinny_scaled_config, split_k_counters
 from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
-from gpu.ops.fp8 import fp8_linear
 from gpu.ops.fused import cublas_gemm
+from gpu.ops.scaled import scaled_linear
 from gpu.quant import FP8, quantise, quantise_blocks, scale_shape
 
 ROWS = (1, 8, 32, 64, 128, 512, 4096)
@@ -45,9 +45,9 @@ ROWS = (1, 8, 32, 64, 128, 512, 4096)
 KINDS: tuple[Fp8, ...] = ("", "rows", "blocks")
 
 BLOCK_CUTS = [
-    BlockGemmConfig(64, 64, 4, 4), BlockGemmConfig(64, 128, 4, 3), BlockGemmConfig(64, 128, 4, 5),
-    BlockGemmConfig(128, 64, 4, 4), BlockGemmConfig(128, 128, 4, 4), BlockGemmConfig(128, 128, 8, 3),
-    BlockGemmConfig(128, 128, 8, 4), BlockGemmConfig(128, 128, 8, 5),
+    ScaledGemmConfig(64, 64, 4, 4), ScaledGemmConfig(64, 128, 4, 3), ScaledGemmConfig(64, 128, 4, 5),
+    ScaledGemmConfig(128, 64, 4, 4), ScaledGemmConfig(128, 128, 4, 4), ScaledGemmConfig(128, 128, 8, 3),
+    ScaledGemmConfig(128, 128, 8, 4), ScaledGemmConfig(128, 128, 8, 5),
 ]  # fmt: skip
 
 MID_CUTS = [
@@ -63,7 +63,7 @@ MID_CUTS = [
 def multiply(x: Tensor, matrix: Matrix, counters: Tensor, gated: bool, pdl: bool) -> Tensor:
     """The product as a step has it, its rows quantised first where the weight is."""
     if matrix.scale is not None:
-        return fp8_linear(x, matrix, counters, gated=gated, pdl=pdl)
+        return scaled_linear(x, matrix, counters, gated=gated, pdl=pdl)
     out = cublas_gemm(x, matrix.weight, None)
     return silu_mul(out, pdl=pdl) if gated else out
 
@@ -143,10 +143,10 @@ def experts(pdl: bool) -> tuple[Found, Found]:
 def tile_configs(name: str, kind: Fp8, n: int, weight: Tensor) -> Iterator[tuple[Any, Callable[..., Tensor]]]:
     """Tile configs for a GEMM of `n` rows, the rule's first, each with a function that runs it."""
     by_block, gated, counters = kind == "blocks", LINEARS[name][2], split_k_counters(weight.device)
-    rule = skinny_fp8_config(n, weight, by_block, gated)
+    rule = skinny_scaled_config(n, weight, by_block, gated)
     if rule is None:
-        for other in (block_gemm_config(n, len(weight)), *BLOCK_CUTS) if by_block else ():
-            yield other, partial(block_gemm, config=other, bias=None, dtype=torch.bfloat16)
+        for other in (scaled_gemm_config(n, len(weight)), *BLOCK_CUTS) if by_block else ():
+            yield other, partial(scaled_gemm, config=other, bias=None, dtype=torch.bfloat16)
         return
     splits = (1,) if gated else (1, 2, 4)
     more = [cut._replace(split=split) for split, cut in product(splits, MID_CUTS)]

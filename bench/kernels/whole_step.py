@@ -117,7 +117,7 @@ def _no_library_gemms() -> Iterator[None]:
         mock.patch.object(Linear, "seal", lambda self: None),  # a GPU's weights are not packed
         mock.patch.object(Linear, "to_float32", _to_float32),
         mock.patch("gpu.ops.fused.cublas_gemm", _cublas_gemm),
-        mock.patch("gpu.ops.fp8.cublas_fp8_gemm", _cublas_fp8_gemm),
+        mock.patch("gpu.ops.scaled.cublas_fp8_gemm", _cublas_fp8_gemm),
         mock.patch.object(torch, "empty_like", torch.zeros_like),  # indices are in bounds
         mock.patch.object(DraftStage, "measure", lambda *args: None),
         mock.patch.object(PeerRank, "apart", Rank.apart),  # there are no others

@@ -25,7 +25,7 @@ layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `skinny_ge
 Products of 4-bit weights (`gpu.kernels.gemm.int4`) are one launch each up to 256 rows. For more rows weights
 are turned into 16 bits first, a launch more for each product.
 
-With FP8 weights each product (`gpu.ops.fp8`) is preceded by a launch that quantises its rows: 4 more in a
+With FP8 weights each product (`gpu.ops.scaled`) is preceded by a launch that quantises its rows: 4 more in a
 dense layer or one of experts, 2 more in one of experts up to 4 rows.
 
 Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
@@ -71,8 +71,8 @@ from gpu.kernels.norm import add_normed, embed_beside, mean_squares, norm_wide, 
 from gpu.kernels.silu_mul import gelu_mul, silu_mul
 from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, PendingExperts, Rotation, WideNorms
-from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import gate, merits
+from gpu.ops.scaled import scaled_linear
 from gpu.state.view import StepView
 
 
@@ -312,7 +312,7 @@ def multiply(
     pdl, (weight, bias, scale, _) = kernels.pdl, matrix
     if scale is not None:
         if not matrix.is_int4:
-            return fp8_linear(x, matrix, kernels.counters, gated=gated, num_rows=num_rows, pdl=pdl)
+            return scaled_linear(x, matrix, kernels.counters, gated=gated, num_rows=num_rows, pdl=pdl)
         if (fine := int4_config(len(x), weight, scale, gated, kernels.counters is not None)) is not None:
             return int4_gemm(x, weight, scale, bias, fine, kernels.counters, gated=gated, pdl=pdl)
         weight = int4_restore(weight, scale, pdl=pdl)

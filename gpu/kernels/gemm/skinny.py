@@ -270,8 +270,9 @@ def skinny_gemm(
     contiguous [outputs, inputs], both of 16 bits or e4m3 with `scales`, `bias` [outputs]: a new [n, outputs]
     of `dtype`, or x's. `gated`: silu(g) · u of the halves g and u, which are not rounded in between: a new
     [n, outputs / 2]. One kernel serves up to 16, 32, 64 or 128 rows. `config` from `skinny_config` or
-    `skinny_fp8_config`, `counters` from `split_k_counters`. `delta` of the rows' adapters (weights of 16 bits
-    alone, and where it `fits`) is added before silu; the kernel in front must be the `shrink` it is from."""
+    `skinny_scaled_config`, `counters` from `split_k_counters`. `delta` of the rows' adapters (weights of 16
+    bits alone, and where it `fits`) is added before silu; the kernel in front must be the `shrink` it is
+    from."""
     rows, size = x.shape
     width = len(weight) // 2 if gated else len(weight)
     block_m, tiles = max(pow2(rows), 16), cdiv(width, config.block_n)
@@ -340,7 +341,9 @@ def skinny_config(rows: int, weight: Tensor, gated: bool = False) -> SkinnyConfi
     return _gated_cut(rows, outputs // 2) if gated else _cut(rows, outputs, inputs)
 
 
-def skinny_fp8_config(rows: int, weight: Tensor, by_block: bool, gated: bool = False) -> SkinnyConfig | None:
+def skinny_scaled_config(
+    rows: int, weight: Tensor, by_block: bool, gated: bool = False
+) -> SkinnyConfig | None:
     """The same for `weight` of e4m3, scaled by blocks or by rows: the quickest of 8 to 24 cuts on an H200,
     but for 0.3 us, at 1, 8, 32 and 64 rows of Qwen3-8B's products. us by rows, by blocks and of bfloat16:
     qkv 9, 11 and 15 (1 row), 11, 15 and 16 (64), o 7, 9 and 13, down 15, 17 and 32 (1 row), 17, 26 and 31
@@ -353,10 +356,10 @@ def skinny_fp8_config(rows: int, weight: Tensor, by_block: bool, gated: bool = F
     if gated:
         cut = SkinnyConfig(64, 128, 1, 4, 4) if rows <= MOST_ROWS else SkinnyConfig(128, 128, 1, 8, 4)
         return cut if FILLED <= cdiv(outputs // 2, cut.block_n) <= 2 * PROCESSORS else None
-    return _fp8_cut(rows, outputs, inputs, by_block)
+    return _scaled_cut(rows, outputs, inputs, by_block)
 
 
-def _fp8_cut(rows: int, outputs: int, inputs: int, by_block: bool) -> SkinnyConfig | None:
+def _scaled_cut(rows: int, outputs: int, inputs: int, by_block: bool) -> SkinnyConfig | None:
     # What scales each sum is done between two tiles: of blocks two programs hide it from each other.
     wanted = 2 * FILLED if by_block and rows <= 32 else FILLED
     tiles = cdiv(outputs, 64)

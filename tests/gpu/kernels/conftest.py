@@ -53,7 +53,7 @@ def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         return quantise_groups(x) if group else quantise(x)
 
     if device.type == "cpu":
-        for place in ("gpu.ops.fp8", "gpu.kernels.moe.fused"):
+        for place in ("gpu.ops.scaled", "gpu.kernels.moe.fused"):
             monkeypatch.setattr(f"{place}.quantise_rows", twin)
 
 

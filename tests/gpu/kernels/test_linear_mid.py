@@ -11,8 +11,8 @@ from gpu.kernels.gemm.skinny import (
     Scales,
     SkinnyConfig,
     skinny_config,
-    skinny_fp8_config,
     skinny_gemm,
+    skinny_scaled_config,
     split_k_counters,
 )
 from gpu.ops.plain import product
@@ -150,7 +150,7 @@ def test_cuts_of_scaled_weights(by_block: bool) -> None:
     """Every program has whole tiles, and of blocks none has two in a tile."""
     for name, (outputs, inputs, gated) in LINEARS.items():
         weight = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device="meta")
-        cuts = [skinny_fp8_config(rows, weight, by_block, gated) for rows in (1, 16, 17, 32, 64, 65, 128)]
+        cuts = [skinny_scaled_config(rows, weight, by_block, gated) for rows in (1, 16, 17, 32, 64, 65, 128)]
         if name.endswith("router"):
             assert not any(cuts)
             continue
@@ -158,9 +158,9 @@ def test_cuts_of_scaled_weights(by_block: bool) -> None:
         for cut in filter(None, cuts):
             assert inputs // cut.block_k >= cut.split and not (gated and cut.split > 1)
             assert not by_block or (cut.block_k == 128 and 128 % cut.block_n == 0)
-        assert skinny_fp8_config(65 if by_block else 129, weight, by_block, gated) is None
+        assert skinny_scaled_config(65 if by_block else 129, weight, by_block, gated) is None
     odd = torch.empty(2 * 12_224, 4096, dtype=torch.float8_e4m3fn, device="meta")
-    assert (skinny_fp8_config(8, odd, by_block, gated=True) is None) == by_block
+    assert (skinny_scaled_config(8, odd, by_block, gated=True) is None) == by_block
 
 
 @pytest.mark.parametrize(

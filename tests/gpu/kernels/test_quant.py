@@ -7,8 +7,8 @@ import torch
 
 from bench.kernels.inputs import error, scalar
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.ops.fp8 import cublas_fp8_gemm
 from gpu.ops.plain import product
+from gpu.ops.scaled import cublas_fp8_gemm
 from gpu.quant import TOP, quantise, restore
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from bench.kernels.inputs import error, scalar
 from gpu.kernels.gemm.skinny import split_k_counters
-from gpu.ops import fp8
+from gpu.ops import scaled
 from gpu.ops.base import Matrix
-from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import product
+from gpu.ops.scaled import scaled_linear
 from gpu.quant import quantise, quantise_blocks
 
 OUTPUTS, INPUTS = 1024, 1024
@@ -33,16 +33,16 @@ def who(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def listen(name: str) -> None:
-        run = getattr(fp8, name)
+        run = getattr(scaled, name)
 
         def told(*args: Any, **kwargs: Any) -> Tensor:
             found.append(name)
             result: Tensor = run(*args, **kwargs)
             return result
 
-        monkeypatch.setattr(fp8, name, told)
+        monkeypatch.setattr(scaled, name, told)
 
-    for name in ("skinny_gemm", "block_gemm", "cublas_fp8_gemm"):
+    for name in ("skinny_gemm", "scaled_gemm", "cublas_fp8_gemm"):
         listen(name)
     return found
 
@@ -55,7 +55,7 @@ def who(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (3, "rows", "skinny_gemm"),
         (3, "blocks", "skinny_gemm"),
         (100, "rows", "skinny_gemm"),
-        (66, "blocks", "block_gemm"),
+        (66, "blocks", "scaled_gemm"),
         (130, "rows", "cublas_fp8_gemm"),
     ],
 )
@@ -78,7 +78,7 @@ def test_as_the_twin(
         # Split in two at these sizes, as of a large model's `o`: one that is not split is the library's.
         weight, scale, bias = weight[:128], scale[:128], bias[:128]
     by = Matrix(weight, bias, scale)
-    found = fp8_linear(x, by, split_k_counters(device), gated=gated, num_rows=live)
+    found = scaled_linear(x, by, split_k_counters(device), gated=gated, num_rows=live)
     want = product(x.double(), weight, scale, bias.double())
     if gated:
         gate, up = want.chunk(2, dim=1)
@@ -96,6 +96,6 @@ def test_a_device_without_room_has_the_others(
     x = torch.randn(5, INPUTS, device=device).to(dtype)
     made = torch.randn(OUTPUTS, INPUTS, device=device) * INPUTS**-0.5
     for quantised in (quantise(made), quantise_blocks(made)):
-        found = fp8_linear(x, Matrix(quantised[0], scale=quantised[1]), None)
+        found = scaled_linear(x, Matrix(quantised[0], scale=quantised[1]), None)
         assert error(found, product(x.double(), *quantised)) < tolerance
-    assert who == ["cublas_fp8_gemm", "block_gemm"]
+    assert who == ["cublas_fp8_gemm", "scaled_gemm"]

@@ -1,7 +1,7 @@
 """Products of FP8 weights over a captured step: which kernel multiplies what.
 
 Few rows are `skinny_gemm`'s (up to 64, of some sizes scaled by rows up to 128), at the speed at which the
-weights come; more are cuBLAS's, scaled by rows, or `block_gemm`'s, by blocks. What all of them take:
+weights come; more are cuBLAS's, scaled by rows, or `scaled_gemm`'s, by blocks. What all of them take:
 `bench/results/fp8-h200.json`.
 """
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from core.models.quant import BLOCK
-from gpu.kernels.gemm.fp8_block import block_gemm, block_gemm_config
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.kernels.gemm.skinny import Scales, skinny_fp8_config, skinny_gemm
+from gpu.kernels.gemm.scaled import scaled_gemm, scaled_gemm_config
+from gpu.kernels.gemm.skinny import Scales, skinny_gemm, skinny_scaled_config
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
 
 
-def fp8_linear(
+def scaled_linear(
     x: Tensor,
     matrix: Matrix,
     counters: Tensor | None,
@@ -33,15 +33,15 @@ def fp8_linear(
     assert scale is not None
     by_block = scale.dim() == 2
     numbers, rows = quantise_rows(x, group=BLOCK if by_block else 0, num_rows=num_rows, pdl=pdl)
-    cut = None if counters is None else skinny_fp8_config(len(x), weight, by_block, gated)
+    cut = None if counters is None else skinny_scaled_config(len(x), weight, by_block, gated)
     if counters is not None and cut is not None:
         by_both = Scales(rows, scale)
         return skinny_gemm(
             numbers, weight, bias, cut, counters, gated=gated, scales=by_both, dtype=x.dtype, pdl=pdl
         )
     if by_block:
-        config = block_gemm_config(len(x), len(weight))
-        out = block_gemm(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
+        config = scaled_gemm_config(len(x), len(weight))
+        out = scaled_gemm(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
     else:
         out = cublas_fp8_gemm(numbers, rows, weight, scale, bias, x.dtype)
     return silu_mul(out, num_rows=num_rows, pdl=pdl) if gated else out

@@ -25,7 +25,7 @@ TOGETHER: tl.constexpr = tl.constexpr(16)
 """Tiles of rows whose programs run side by side over one tile of weights: what they share comes from L2."""
 
 
-class BlockGemmConfig(NamedTuple):
+class ScaledGemmConfig(NamedTuple):
     """How a product is cut: rows and outputs of a program."""
 
     block_m: int
@@ -35,7 +35,7 @@ class BlockGemmConfig(NamedTuple):
 
 
 @jit_loose("rows")
-def _block_gemm(
+def _scaled_gemm(
     x: tl.tensor,
     x_scales: tl.tensor,
     w: tl.tensor,
@@ -74,7 +74,7 @@ def _block_gemm(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None])
 
 
-def block_gemm_config(rows: int, outputs: int) -> BlockGemmConfig:
+def scaled_gemm_config(rows: int, outputs: int) -> ScaledGemmConfig:
     """For a product of so many rows, on a device with 132 multiprocessors. Measured on an H200 at 6,144
     outputs of 4,096 inputs, us, the best of eight cuts and cuBLAS in bfloat16: 14.2 and 16.7 (128 rows), 32
     and 36 (512), 223 and 261 (4,096).
@@ -86,20 +86,20 @@ def block_gemm_config(rows: int, outputs: int) -> BlockGemmConfig:
     for."""
     tiles = cdiv(rows, 128) * cdiv(outputs, 128)
     if rows <= 128:
-        return BlockGemmConfig(64, 128, 4, 3 if tiles > PROCESSORS else 5)
+        return ScaledGemmConfig(64, 128, 4, 3 if tiles > PROCESSORS else 5)
     if PROCESSORS < tiles <= 3 * PROCESSORS // 2:
-        return BlockGemmConfig(64, 128, 4, 3)
-    return BlockGemmConfig(128, 128, 8, 4)
+        return ScaledGemmConfig(64, 128, 4, 3)
+    return ScaledGemmConfig(128, 128, 8, 4)
 
 
-def block_gemm(
+def scaled_gemm(
     x: Tensor,
     x_scales: Tensor,
     weight: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    config: BlockGemmConfig,
+    config: ScaledGemmConfig,
     *,
     pdl: bool = False,
 ) -> Tensor:
@@ -109,7 +109,7 @@ def block_gemm(
     outputs = len(weight)
     assert not (outputs % BLOCK or size % BLOCK or BLOCK % config.block_n)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    _block_gemm[(cdiv(rows, config.block_m) * cdiv(outputs, config.block_n),)](
+    _scaled_gemm[(cdiv(rows, config.block_m) * cdiv(outputs, config.block_n),)](
         TensorDescriptor.from_tensor(x, [config.block_m, BLOCK]),
         x_scales,
         TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK]),
