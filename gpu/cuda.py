@@ -160,7 +160,7 @@ def with_kernels(machine: Machine) -> Machine:
 def _experts(spec: ModelSpec, dtype: torch.dtype, facts: CudaFacts) -> MoeConfigs | None:
     if (moe := spec.moe) is None:
         return None
-    fp8, activations = spec.fp8 if expert_scales(spec, moe) else "", str(dtype).removeprefix("torch.")
-    name = weight_name(fp8, activations, spec.mxfp4 is not None)
+    held = spec.eight_bits if expert_scales(spec, moe) else ""
+    name = weight_name(held, str(dtype).removeprefix("torch."), spec.mxfp4 is not None)
     shape = MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, name, facts.name)
     return MoeConfigs(shape, deep=facts.capability == HOPPER)

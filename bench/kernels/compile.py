@@ -1,7 +1,8 @@
 """Compiles every kernel for sm_90 without a GPU and prints its resources: `python -m bench.kernels.compile`.
 
-Registers, stack (spills), shared memory, and matrix instructions: HGMMA and, for FP8, QGMMA are Hopper's,
-HMMA is the older one. Kernels with a stack and large-batch GEMMs without HGMMA or QGMMA are slow.
+Registers, stack (spills), shared memory, and matrix instructions: HGMMA and, for FP8 and int8, QGMMA and
+IGMMA are Hopper's, HMMA is the older one. Kernels with a stack and large-batch GEMMs without one of Hopper's
+are slow.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from bench.kernels import inputs
 from bench.kernels.compile_steps import step_cases
 from bench.kernels.inputs import Heads, MoeSize
 from bench.kernels.lora_inputs import blank_rows, lora_matrix, slots_view
-from core.models import ClampedGate, Fp8
+from core.models import ClampedGate
+from core.models.spec import W8A8, Fp8
 from gpu.experts import Choice, Experts
 from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
@@ -48,13 +50,14 @@ from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
 from gpu.lora import LoraExperts
 from gpu.ops.base import Matrix
 from gpu.ops.scaled import scaled_linear
-from gpu.quant import FP8, scale_shape
+from gpu.quant import FP8, dtype_of, scale_shape
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 SIZE = MoeSize(experts=128)
 GPT_OSS, GPT_OSS_HEADS = MoeSize(32, 2880, 2880, 4), Heads(64, 8, 64)
 CLAMPED = ClampedGate(alpha=1.702, limit=7.0)
+EIGHT_BITS: dict[str, Fp8 | W8A8] = {"fp8 rows": "rows", "fp8 blocks": "blocks", "int8": W8A8()}
 
 
 class _Device:
@@ -147,7 +150,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def experts(
         tokens: int,
         config: MoeConfig | None = None,
-        fp8: Fp8 = "",
+        held: Fp8 | W8A8 = "",
         rank: int = 0,
         *,
         of: MoeSize = SIZE,
@@ -155,20 +158,20 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         packed: bool = False,
     ) -> None:
         """With `rank`, of an adapter; with `clamped`, with biases too; `packed`: in MXFP4."""
-        name = weight_name(fp8, "bfloat16", packed)
+        name = weight_name(held, "bfloat16", packed)
         shape = MoeShape(of.experts, of.width, of.hidden, of.top_k, name, "H200")
-        kind = FP8 if fp8 else DTYPE
+        kind = dtype_of(held) if held else DTYPE
         x, logits = empty(tokens, of.hidden), empty(tokens, of.experts, dtype=torch.float32)
         weights = (
             empty(of.experts, 2 * of.width, of.hidden, dtype=kind),
             empty(of.experts, of.hidden, of.width, dtype=kind),
         )
         sizes = ([of.width] * 2, of.hidden), ([of.hidden], of.width)
-        shapes = [scale_shape(fp8 or "rows", *size) or () for size in sizes]
+        shapes = [scale_shape(held or "rows", *size) or () for size in sizes]
         scales = [empty(of.experts, *each, dtype=torch.float32) for each in shapes]
         after = empty(tokens, of.hidden), empty(of.hidden), 1e-6
-        use = config or rule(shape, tokens)
-        used = (scales[0], scales[1]) if fp8 else None
+        use = config or rule(shape, tokens, deep=bool(held))
+        used = (scales[0], scales[1]) if held else None
         if packed:
             (e, n13, hidden), (_, n2, width) = (w.shape for w in weights)
             steps = cdiv(hidden, 128), cdiv(width, 128)
@@ -191,11 +194,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         config = scaled.scaled_gemm_config(rows, outputs)
         scaled.scaled_gemm(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
 
-    def fp8_gemm_case(rows: int, name: str, fp8: Fp8) -> None:
+    def scaled_case(rows: int, name: str, held: Fp8 | W8A8) -> None:
         outputs, size, both = inputs.LINEARS[name]
-        weight, counters = empty(outputs, size, dtype=FP8), skinny.split_k_counters(CPU)
-        scale = empty(*scale_shape(fp8, [outputs], size) or (), dtype=torch.float32)
-        assert skinny.skinny_scaled_config(rows, weight, fp8 == "blocks", both) is not None
+        weight, counters = empty(outputs, size, dtype=dtype_of(held)), skinny.split_k_counters(CPU)
+        scale = empty(*scale_shape(held, [outputs], size) or (), dtype=torch.float32)
+        few = skinny.skinny_scaled_config(rows, weight, held == "blocks", both) is not None
+        assert few == (rows <= 64)
         scaled_linear(
             empty(rows, size), Matrix(weight, scale=scale), counters, gated=both, num_rows=n, pdl=pdl
         )
@@ -300,11 +304,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "mid 64 split": lambda: skinny_case(64, "30B-A3B o"),
         "mid 64 gated": lambda: skinny_case(64, "8B gate_up"),
         **{
-            f"fp8 {kind} {n} {name}": partial(fp8_gemm_case, n, name, kind)
-            for kind in ("rows", "blocks")
+            f"{kind} {n} {name}": partial(scaled_case, n, name, held)
+            for kind, held in EIGHT_BITS.items()
             for n in (8, 64)
             for name in ("8B o", "8B gate_up")
         },
+        **{f"int8 {n} 8B qkv": partial(scaled_case, n, "8B qkv", W8A8()) for n in (129, 512, 4096)},
         **{
             f"int4 {n} {name}": partial(int4_case, n, name)
             for n in (1, 16, 32, 64, 512)
@@ -376,8 +381,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         ),
         "moe lora 1 step": lambda: experts(128, rank=32, of=MoeSize(8, 64, 128, 2)),
         **{
-            f"moe fp8 {kind} {n}": partial(experts, n, fp8=kind)
-            for kind in ("rows", "blocks")
+            f"moe {kind} {n}": partial(experts, n, held=held)
+            for kind, held in EIGHT_BITS.items()
             for n in (1, 32, 256, 512, 2048, 4096)
         },
         "moe 4096 swap": lambda: experts(4096, MoeConfig(False, 128, swapped, swapped)),
@@ -419,7 +424,8 @@ def report(name: str, kernel: Any) -> str:
         )
     found = {key: int(m[1]) if (m := re.search(rf"{key}:(\d+)", usage)) else -1 for key in ("REG", "STACK")}
     instructions = {
-        op: len(re.findall(rf"\b{op}\b", sass)) for op in ("HGMMA", "QGMMA", "HMMA", "LDL", "UTMALDG")
+        op: len(re.findall(rf"\b{op}\b", sass))
+        for op in ("HGMMA", "QGMMA", "IGMMA", "HMMA", "IMMA", "LDL", "UTMALDG")
     }
     counts = " ".join(f"{op} {n}" for op, n in instructions.items() if n)
     if unwritten := unwritten_registers(sass):

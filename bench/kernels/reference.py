@@ -82,8 +82,9 @@ def moe(
     clamped: ClampedGate | None = None,
 ) -> Tensor:
     """The weighted sum of the top-k experts' gated MLPs, [T, hidden]; rounds where the kernels do. `scales`:
-    of e4m3 weights; with `coarse` activations are quantised too. `biases` [experts, 2 * width] and [experts,
-    hidden]."""
+    of weights of 8 bits; with `coarse` activations are quantised too. `biases` [experts, 2 * width] and
+    [experts, hidden]."""
+    numbers = w13.dtype
     if scales is not None:
         w13, w2 = restore(w13, scales[0]), restore(w2, scales[1])
 
@@ -92,7 +93,7 @@ def moe(
     def activations(rows: Tensor) -> Tensor:
         if not coarse:
             return rows.float()
-        return restore(*(quantise_groups(rows) if by_group else quantise(rows)))
+        return restore(*(quantise_groups(rows) if by_group else quantise(rows, numbers)))
 
     weights, experts = route(logits, top_k, renormalise)
     width = w2.shape[2]

@@ -187,7 +187,7 @@ def layers_of(spec: ModelSpec, steps: Steps) -> Layers:
     moe = None
     if (experts := spec.moe) is not None:
         sizes = experts.experts, experts.intermediate, spec.hidden, experts.per_token
-        held = spec.fp8 if expert_scales(spec, experts) else ""
+        held = spec.eight_bits if expert_scales(spec, experts) else ""
         name = weight_name(held, spec.dtype, spec.mxfp4 is not None)
         moe = MoeConfigs(MoeShape(*sizes, name, DEVICE.name))
 

@@ -56,12 +56,29 @@ class Int4(msgspec.Struct, frozen=True, kw_only=True):
 
     def has(self, name: str) -> bool:
         """Whether the layer of that name is quantised."""
-        if self.format != "pack-quantized":
-            return not any(each in name for each in self.plain)
-        return not any(
-            re.match(each.removeprefix("re:"), name) if each.startswith("re:") else each == name
-            for each in self.plain
-        )
+        if self.format == "pack-quantized":
+            return not _ignored(name, self.plain)
+        return not any(each in name for each in self.plain)
+
+
+class W8A8(msgspec.Struct, frozen=True, kw_only=True):
+    """Matrices of 8-bit integers with a scale for each output, and products of them with rows of 8-bit
+    integers that have a scale for each token."""
+
+    plain: tuple[str, ...] = ()
+    """Layers that are not quantised, as `Int4` has those of pack-quantized."""
+
+    def has(self, name: str) -> bool:
+        """Whether the layer of that name is quantised."""
+        return not _ignored(name, self.plain)
+
+
+def _ignored(name: str, plain: tuple[str, ...]) -> bool:
+    """Whether a layer's name is one of `plain`, as compressed-tensors' `ignore` lists them: whole, or by
+    regular expressions behind "re:"."""
+    return any(
+        re.match(each.removeprefix("re:"), name) if each.startswith("re:") else each == name for each in plain
+    )
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +131,8 @@ class ClampedGate(msgspec.Struct, frozen=True, kw_only=True):
     limit: float
 
 
-Held = Fp8 | Int4 | Held8
+Held = Fp8 | Int4 | Held8 | W8A8
+"""How a matrix is held; "": in the dtype of the computation."""
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,6 +321,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How the checkpoint's matrices lie if they have 4 bits."""
     int4: Int4 | None = None
     """As `fp8`: the layers' matrices have 4 bits while serving, those that the checkpoint has so."""
+    stored_w8a8: W8A8 | None = None
+    """Which of the checkpoint's matrices are int8."""
+    w8a8: W8A8 | None = None
+    """As `fp8`: the layers' matrices are int8 while serving."""
     stored_mxfp4: Mxfp4 | None = None
     """How the checkpoint's experts lie if they are MXFP4."""
     mxfp4: Mxfp4 | None = None
@@ -333,13 +355,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held(self) -> Held:
-        """How the layers' matrices are held while serving; "": in the dtype of the computation."""
-        return "int8" if self.int8 else self.int4 or self.fp8
+        """How the layers' matrices are held while serving."""
+        return "int8" if self.int8 else self.int4 or self.eight_bits
 
     @property
     def held_tables(self) -> Held8:
         """The same of the embedding and the head."""
         return "int8" if self.int8 and self.stored_gguf and self.hidden % 4 == 0 else ""
+
+    @property
+    def eight_bits(self) -> Fp8 | W8A8:
+        """The same of matrices and experts whose products take rows of 8 bits, too; "": they do not."""
+        return self.w8a8 or self.fp8
 
     @property
     def causal(self) -> bool:

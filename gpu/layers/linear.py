@@ -13,7 +13,7 @@ from gpu.int4 import WORD, span
 from gpu.lora import LoraMatrix
 from gpu.ops.base import Matrix, Ops
 from gpu.ops.plain import gate
-from gpu.quant import FP8, scale_shape
+from gpu.quant import dtype_of, scale_shape
 
 Places = dict[str, torch.Tensor]
 """Checkpoint name to the view its tensor is copied into."""
@@ -44,7 +44,7 @@ class Linear:
     ) -> None:
         """`held`: hold the weight so, if its sides allow."""
         outputs = sum(parts.values())
-        self._packed = False
+        self._packed, self._packs_int8 = False, held == "int8"
         self._parts = dict(parts)
         weight, scale = _empty(list(parts.values()), inputs, held, dtype, device)
         self.matrix = Matrix(
@@ -62,7 +62,7 @@ class Linear:
                 out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out if ops is None else ops.add_lora(x, lora, out)
         if ops is None:
-            assert scale is None, "products of FP8 need this step's operations"
+            assert scale is None, "products of 8 bits need this step's operations"
             return F.linear(x, weight, bias)
         return ops.linear(x, self.matrix)
 
@@ -96,7 +96,7 @@ class Linear:
         1 row, 1.7 to 2.3 times at 8, 1.1 times at 336. Matrices of 8 bits have a layout of their own.
         """
         weight = self.matrix.weight
-        if self.matrix.is_int8:
+        if self._packs_int8:
             self.matrix, self._packed = self.matrix._replace(weight=int8.pack(weight)), True
             return
         float32 = weight.device.type == "cpu" and weight.dtype == torch.float32
@@ -141,5 +141,5 @@ def _empty(
         return numbers, torch.empty(outputs, dtype=torch.float32, device=device)
     elif (scales := scale_shape(held, parts, inputs)) is not None:
         scale = torch.empty(scales, dtype=torch.float32, device=device)
-        return torch.empty(outputs, inputs, dtype=FP8, device=device), scale
+        return torch.empty(outputs, inputs, dtype=dtype_of(held), device=device), scale
     return torch.empty(outputs, inputs, dtype=dtype, device=device), None

@@ -15,14 +15,19 @@ from gpu.layers.linear import Linear
 from gpu.layers.parameters import Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Part
-from gpu.quant import FP8, scale_shape
+from gpu.quant import dtype_of, scale_shape
 from gpu.shard import COLUMN, ROW
 
 
 def expert_scales(spec: ModelSpec, moe: MoeSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shapes of the scales of w13 and w2, [experts, ...], where these are held in FP8 (`spec.fp8`)."""
-    up = scale_shape(spec.fp8, [moe.intermediate] * 2, spec.hidden)
-    down = scale_shape(spec.fp8, [spec.hidden], moe.intermediate)
+    """Shapes of the scales of w13 and w2, [experts, ...], where these are held in 8 bits (`spec.fp8`,
+    `spec.w8a8`): those of all layers, since their kernels are cut for one format."""
+    held, parts = spec.eight_bits, ("gate_proj", "up_proj", "down_proj")
+    names = [f"model.layers.{layer}.mlp.experts.0.{part}" for layer in moe.layers for part in parts]
+    if not isinstance(held, str) and not all(map(held.has, names)):
+        return None
+    up = scale_shape(held, [moe.intermediate] * 2, spec.hidden)
+    down = scale_shape(held, [spec.hidden], moe.intermediate)
     return ((moe.experts, *up), (moe.experts, *down)) if up and down else None
 
 
@@ -40,7 +45,7 @@ class SparseMlp:
         share = 1
         if shapes := expert_scales(spec, moe):
             s13, s2 = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-            dtype, scales = FP8, (s13, s2)
+            dtype, scales = dtype_of(spec.eight_bits), (s13, s2)
         elif spec.mxfp4 is not None and spec.mxfp4.has(f"{prefix}experts"):
             sizes = (2 * width, spec.hidden // MXFP4_GROUP), (spec.hidden, width // MXFP4_GROUP)
             s13, s2 = (torch.empty(moe.experts, *size, dtype=torch.uint8, device=device) for size in sizes)

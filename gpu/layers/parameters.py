@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from core.models import Held, Int4
+from core.models import Held
 from gpu.layers.linear import Linear, Places
 from gpu.lora import Adaptable, LoraShape
 from gpu.shard import ALONE, Shard, Slice, Split, slice_of
@@ -54,10 +54,10 @@ class Parameters:
         split: Split | None = None,
     ) -> Linear:
         """See `Linear`. `prefix` stands before the names of its parts. Sizes are those of the rank, whose
-        matrix is the part by `split`; None: each rank has all of it. Where one of the parts does not have 4
-        bits none has."""
+        matrix is the part by `split`; None: each rank has all of it. Where one of the parts is not
+        quantised none is."""
         partial = split is not None and split.dim == 1
-        if isinstance(held, Int4) and not all(held.has(prefix + part) for part in parts):
+        if not isinstance(held, str) and not all(held.has(prefix + part) for part in parts):
             held = ""
         linear = Linear(
             inputs, parts, self.dtype, self.device, bias and not (partial and self.shard.rank), held

@@ -26,11 +26,11 @@ class Rotation(NamedTuple):
 class Matrix(NamedTuple):
     """Of products x Wᵀ + b: `weight` [outputs, inputs] contiguous, `bias` [outputs].
 
-    With a `scale` the weight is e4m3: with float32 [outputs] `x` is quantised by row, with
-    [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`); or it has 4 bits, int16 [outputs, inputs /
-    4] with a scale [inputs / group, outputs, 2] in x's dtype (`gpu.int4`); or it is int8 with float32
-    [outputs] (`gpu.int8`), which its layer packs and multiplies. `lora` is what adapters add to it, in steps
-    with adapters.
+    With a `scale` the weight is e4m3 or int8, and `x` is quantised to the same: with float32 [outputs] by
+    row, of e4m3 with [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`); or it has 4 bits, int16
+    [outputs, inputs / 4] with a scale [inputs / group, outputs, 2] in x's dtype (`gpu.int4`). int8 on a CPU
+    may also be of `gpu.int8`, which its layer packs and multiplies. `lora` is what adapters add to it, in
+    steps with adapters.
     """
 
     weight: Tensor
@@ -42,11 +42,6 @@ class Matrix(NamedTuple):
     def is_int4(self) -> bool:
         """Whether the weight has 4 bits."""
         return self.weight.dtype == torch.int16
-
-    @property
-    def is_int8(self) -> bool:
-        """Whether the weight has 8-bit integers."""
-        return self.weight.dtype == torch.int8
 
 
 class PendingExperts(NamedTuple):

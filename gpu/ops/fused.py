@@ -25,8 +25,8 @@ layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `skinny_ge
 Products of 4-bit weights (`gpu.kernels.gemm.int4`) are one launch each up to 256 rows. For more rows weights
 are turned into 16 bits first, a launch more for each product.
 
-With FP8 weights each product (`gpu.ops.scaled`) is preceded by a launch that quantises its rows: 4 more in a
-dense layer or one of experts, 2 more in one of experts up to 4 rows.
+With weights of 8 bits each product (`gpu.ops.scaled`) is preceded by a launch that quantises its rows: 4 more
+in a dense layer or one of experts, 2 more in one of experts up to 4 rows.
 
 Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
 one that sums, adds and norms. Above 64 rows route is two.

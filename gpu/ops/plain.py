@@ -16,7 +16,7 @@ from gpu.attention.backend import TorchBackend
 from gpu.experts import Choice, Experts
 from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, Rotation, WideNorms
-from gpu.quant import quantise, quantise_groups, restore
+from gpu.quant import INT8, integer_sums, quantise, quantise_groups, restore
 from gpu.state.view import StepView
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -183,8 +183,12 @@ def _wide(qkv: Tensor, norms: WideNorms) -> tuple[Tensor, Tensor]:
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `Ops.linear`: with a scale."""
-    numbers, by = quantise(x) if scale.dim() == 1 else quantise_groups(x)
-    out = F.linear(restore(numbers, by), restore(weight, scale))
+    if weight.dtype == INT8:
+        numbers, by = quantise(x, INT8)
+        out = integer_sums(numbers, weight).float() * by[:, None] * scale
+    else:
+        numbers, by = quantise(x) if scale.dim() == 1 else quantise_groups(x)
+        out = F.linear(restore(numbers, by), restore(weight, scale))
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 

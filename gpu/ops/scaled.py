@@ -1,8 +1,8 @@
-"""Products of FP8 weights over a captured step: which kernel multiplies what.
+"""Products of weights of 8 bits over a captured step: which kernel multiplies what.
 
 Few rows are `skinny_gemm`'s (up to 64, of some sizes scaled by rows up to 128), at the speed at which the
-weights come; more are cuBLAS's, scaled by rows, or `scaled_gemm`'s, by blocks. What all of them take:
-`bench/results/fp8-h200.json`.
+weights come; more are cuBLAS's where they are e4m3 scaled by rows, or `scaled_gemm`'s, by blocks and of int8.
+What those of e4m3 take: `bench/results/fp8-h200.json`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.kernels.gemm.scaled import scaled_gemm, scaled_gemm_config
+from gpu.kernels.gemm.scaled import SMALLEST, scaled_gemm, scaled_gemm_config
 from gpu.kernels.gemm.skinny import Scales, skinny_gemm, skinny_scaled_config
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
+from gpu.quant import INT8
 
 
 def scaled_linear(
@@ -27,20 +28,22 @@ def scaled_linear(
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x Wᵀ + b as `Ops.linear` with a scale; `gated`: silu(first half) · second half of it. `counters` and
-    `pdl` as in `Kernels`; `num_rows` int32 [1] on the device, how many rows are true."""
+    """x Wᵀ + b as `Ops.linear` with a scale of 8 bits; `gated`: silu(first half) · second half of it.
+    `counters` and `pdl` as in `Kernels`; `num_rows` int32 [1] on the device, how many rows are true."""
     weight, bias, scale, _ = matrix
     assert scale is not None
     by_block = scale.dim() == 2
-    numbers, rows = quantise_rows(x, group=BLOCK if by_block else 0, num_rows=num_rows, pdl=pdl)
+    group = BLOCK if by_block else 0
+    numbers, rows = quantise_rows(x, weight.dtype, group=group, num_rows=num_rows, pdl=pdl)
     cut = None if counters is None else skinny_scaled_config(len(x), weight, by_block, gated)
     if counters is not None and cut is not None:
         by_both = Scales(rows, scale)
         return skinny_gemm(
             numbers, weight, bias, cut, counters, gated=gated, scales=by_both, dtype=x.dtype, pdl=pdl
         )
-    if by_block:
-        config = scaled_gemm_config(len(x), len(weight))
+    if by_block or weight.dtype == INT8:
+        # Without counters a device has less room than what these cuts are for.
+        config = SMALLEST if counters is None and not by_block else scaled_gemm_config(len(x), len(weight))
         out = scaled_gemm(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
     else:
         out = cublas_fp8_gemm(numbers, rows, weight, scale, bias, x.dtype)

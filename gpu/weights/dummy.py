@@ -6,10 +6,9 @@ from types import MappingProxyType
 
 import torch
 
-from gpu import int8
 from gpu.int4 import WORD, pack, quantise, span
 from gpu.layers.linear import Places
-from gpu.quant import FP8, quantise_like
+from gpu.quant import EIGHT_BITS, quantise_like
 from gpu.shard import Slices
 
 _MXFP4_SCALE = 120
@@ -29,15 +28,11 @@ def fill_dummy(places: Places, device: torch.device, slices: Slices = MappingPro
         return whole if own is None else own.of(whole)
 
     for name, place in places.items():
-        if place.dtype == FP8:
+        if place.dtype in EIGHT_BITS:
             scale = places[name + "_scale"]
-            numbers, scales = quantise_like(drawn(place, name, torch.bfloat16), scale)
+            numbers, scales = quantise_like(drawn(place, name, torch.bfloat16), scale, place.dtype)
             place.copy_(numbers)
             scale.copy_(scales)
-        elif place.dtype == torch.int8:
-            numbers, scales = int8.quantise(drawn(place, name, torch.bfloat16))
-            place.copy_(numbers)
-            places[name + "_scale"].copy_(scales)
         elif place.dtype == torch.int16:
             weight, scale = drawn(place, name, torch.bfloat16, WORD), places[name + "_scale"]
             group = weight.shape[1] // scale.shape[1]

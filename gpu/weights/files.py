@@ -14,7 +14,7 @@ from core.errors import ModelError
 from core.models import Int4
 from core.models.quant import MXFP4_GROUP
 from gpu.mxfp4 import MOST, restore
-from gpu.quant import FP8
+from gpu.quant import EIGHT_BITS
 from gpu.thread import device_thread
 from gpu.weights.experts import Stack
 from gpu.weights.fill import Filler
@@ -102,8 +102,8 @@ def _reader(
 def _read(filler: Filler, file: safe_open, name: str, holders: Mapping[str, Path]) -> None:
     if not is_scale(name) and filler.wants(name, file.get_slice(name).get_shape()):
         tensor = file.get_tensor(name)
-        if tensor.dtype == FP8:
-            _put_fp8(filler, name, tensor, _scale(name, holders))
+        if tensor.dtype in EIGHT_BITS:
+            _put_scaled(filler, name, tensor, _scale(name, holders))
         else:
             filler.put(name, tensor)
 
@@ -150,7 +150,7 @@ def _put_experts(
     filler: Filler, name: str, stack: Stack, tensor: torch.Tensor, scales: torch.Tensor | None
 ) -> None:
     """Fill the places of all that the tensor `name` has: numbers that come with `scales` restored."""
-    if stack.packed != (tensor.dtype == torch.uint8) or tensor.dtype == FP8:
+    if stack.packed != (tensor.dtype == torch.uint8) or tensor.dtype in EIGHT_BITS:
         raise ModelError(f"{name} is {tensor.dtype}: stacked experts are read in 16 or 32 bits and in MXFP4.")
     if stack.kind == "_scales" and bool((tensor > MOST).any()):
         raise ModelError(f"{name} has weights above 12, which no kernel reads: use --quantization none.")
@@ -177,9 +177,9 @@ def _tensor(name: str, holders: Mapping[str, Path]) -> torch.Tensor:
     return tensor
 
 
-def _put_fp8(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """As it is, where its place is FP8 and scaled as it is."""
-    shape = filler.scale_shape(name)
+def _put_scaled(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """As it is, where its place has such numbers, scaled as it is."""
+    shape = filler.scale_shape(name, weight.dtype)
     kept = None if shape is None else as_place_scale(scale, shape)
     if kept is not None:
         filler.put(name, weight, kept)
@@ -188,11 +188,11 @@ def _put_fp8(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tenso
 
 
 def _scale(name: str, holders: Mapping[str, Path]) -> torch.Tensor:
-    """The scale of an FP8 weight, which may lie in another shard."""
+    """The scale of a weight of 8 bits, which may lie in another shard."""
     for suffix in SCALES:
         if name + suffix in holders:
             return _tensor(name + suffix, holders)
-    raise ModelError(f"{name} is FP8 without a scale: neither {' nor '.join(name + s for s in SCALES)}.")
+    raise ModelError(f"{name} has 8 bits and no scale: neither {' nor '.join(name + s for s in SCALES)}.")
 
 
 def open_file(path: Path) -> safe_open:

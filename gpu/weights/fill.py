@@ -13,7 +13,7 @@ from core.errors import ModelError
 from gpu import int8
 from gpu.int4 import WORD
 from gpu.layers.linear import Places
-from gpu.quant import FP8
+from gpu.quant import EIGHT_BITS, FP8
 from gpu.shard import Slices
 from gpu.weights.experts import Stack, stack_of
 from gpu.weights.fp8 import store
@@ -92,7 +92,7 @@ class Filler:
         self.skipped: list[str] = []
         """Tensors of the checkpoint that belong to nothing here."""
         self.quantised: list[str] = []
-        """Matrices quantised while loading: their places are FP8, and they were not, or scaled otherwise."""
+        """Matrices quantised while loading: their places have 8 bits, and they had none or other scales."""
 
     def stack(self, name: str) -> Stack | None:
         """What `name` has of all experts, where it does."""
@@ -164,18 +164,22 @@ class Filler:
                 return
             yield from names
 
-    def scale_shape(self, name: str) -> tuple[int, ...] | None:
-        """Of the scale of `name`, which is wanted, where its place is e4m3 and takes it as it is."""
-        if self._parts(name):
+    def scale_shape(self, name: str, dtype: torch.dtype) -> tuple[int, ...] | None:
+        """Of the scale of `name`, which is wanted and of `dtype`, e4m3 or int8, where its place takes it as
+        it is; of a fused matrix where it has one for each output."""
+        parts = self._parts(name) or [self._place_name(name)]
+        if any(self._places[part].dtype != dtype for part in parts):
             return None
-        own = self._place_name(name)
-        return self._whole(own + "_scale") if self._places[own].dtype == FP8 else None
+        shapes = [self._whole(part + "_scale") for part in parts]
+        if len(parts) == 1:
+            return shapes[0]
+        return (sum(rows for (rows,) in shapes),) if all(len(shape) == 1 for shape in shapes) else None
 
     def put(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Copy `tensor` into the place of `name`, converting its dtype. Once per name.
 
-        `scale`, of `scale_shape(name)`, comes with an FP8 tensor for a place that is one; any other
-        tensor is quantised on its way there.
+        `scale`, of `scale_shape`, comes with a tensor of 8 bits for a place that has them; any other tensor
+        is quantised on its way there.
         """
         if parts := self._parts(name):
             first = 0
@@ -183,7 +187,7 @@ class Filler:
                 tensor = tensor.flatten(0, 1)
             for part in parts:
                 last = first + self._whole(part)[0]
-                self._put(part, tensor[first:last], None)
+                self._put(part, tensor[first:last], None if scale is None else scale[first:last])
                 first = last
         else:
             self._put(self._place_name(name), tensor, scale)
@@ -250,7 +254,7 @@ class Filler:
             )
         if (part := self._slices.get(name)) is not None:
             tensor = part.of(tensor)
-        if place.dtype == FP8:
+        if place.dtype in EIGHT_BITS:
             scales = self._places[name + "_scale"]
             if scale is not None and (part := self._slices.get(name + "_scale")) is not None:
                 scale = part.of(scale)
@@ -260,9 +264,6 @@ class Filler:
             else:
                 self._copy(place, tensor)
                 self._copy(scales, scale)
-            self._filled[name + "_scale"] = None
-        elif place.dtype == torch.int8:
-            int8.store(place, self._places[name + "_scale"], tensor)
             self._filled[name + "_scale"] = None
         else:
             self._copy(place, tensor)

@@ -1,13 +1,13 @@
-"""FP8 weights of checkpoints: scales, dequantising, quantising.
+"""FP8 and int8 weights of checkpoints: scales, dequantising, quantising.
 
-Checkpoints store e4m3 with a scale beside it, named after the weight:
+Checkpoints store e4m3 or int8 with a scale beside it, named after the weight:
 
     weight_scale_inv   [out / 128, in / 128]   DeepSeek V3, Qwen3-FP8: a weight is number × scale
-    weight_scale       one, [out] or [out, 1], or blocks as above    compressed-tensors, FBGEMM
+    weight_scale       one, [out] or [out, 1], or of e4m3 blocks as above    compressed-tensors, FBGEMM
 
-A model that holds its matrices in FP8 (`ModelSpec.fp8`) takes numbers and scales as they are, where they fit
-its own. For any other weights are dequantised while they are read, and quantised anew if need be: the
-reference for kernels that multiply in FP8.
+A model that holds its matrices so (`ModelSpec.fp8`, `ModelSpec.w8a8`) takes numbers and scales as they are,
+where they fit its own. For any other weights are dequantised while they are read, and quantised anew if need
+be: the reference for kernels that multiply in 8 bits.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ def as_place_scale(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor 
 
 
 def store(place: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, copy: Copy) -> None:
-    """Quantise `weight` [out, in] into e4m3 `place` and `scale`, float32 [out] or [out / 128, in / 128], on
-    their device, where it takes a slab at a time."""
+    """Quantise `weight` [out, in] into `place`, e4m3 or int8, and `scale`, float32 [out] or [out / 128, in /
+    128], on their device, where it takes a slab at a time."""
     each = len(weight) // len(scale)
     step = max(SLAB // weight.shape[1] // each, 1)
     for first in range(0, len(scale), step):
         part = slice(first * each, (first + step) * each)
         slab = torch.empty_like(weight[part], device=place.device)
         copy(slab, weight[part])
-        numbers, scales = quantise_like(slab, scale)
+        numbers, scales = quantise_like(slab, scale, place.dtype)
         place[part].copy_(numbers)
         scale[first : first + step].copy_(scales)
 
 
 def dequantise(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float32 [out, in] of e4m3 `weight` and its scale. Raises `ModelError` for a scale that does not fit."""
+    """float32 [out, in] of `weight`, e4m3 or int8, and its scale. Raises `ModelError` for one that does not
+    fit."""
     rows, columns = weight.shape
     if (each := as_place_scale(scale, (rows,))) is not None:
         return weight.float().mul_(each[:, None])

@@ -58,13 +58,7 @@ def load_model(
                 if name.endswith("norm.weight") and not name.endswith(GATED_NORM):
                     place.add_(spec.norm_offset)
         _tell_skipped(filler.skipped, spec.architecture, further)
-        if filler.quantised and spec.fp8 == spec.stored_fp8:  # not by the operator's --quantization
-            log.warning(
-                "%d matrices are not in FP8 as the others of this checkpoint, or not scaled so, and were "
-                "quantised while loading (%s, ...); --quantization none runs all of them in 16 bits",
-                len(filler.quantised),
-                sorted(filler.quantised)[0],
-            )
+        _tell_quantised(filler.quantised, spec)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
             torch.cuda.empty_cache()  # what was quantised in passing
@@ -82,6 +76,19 @@ def _tell_skipped(skipped: list[str], architecture: str, further: tuple[str, ...
     log.info(
         "%d tensors are not used (%s, ...): %s is served %s", len(skipped), skipped[0], architecture, how
     )
+
+
+def _tell_quantised(quantised: list[str], spec: ModelSpec) -> None:
+    """Warn of matrices that were quantised while loading though nobody asked: the checkpoint has 8 bits,
+    but not of these."""
+    asked = (spec.fp8, spec.w8a8) != (spec.stored_fp8, spec.stored_w8a8)
+    if quantised and spec.eight_bits and not asked:
+        log.warning(
+            "%d matrices are not in 8 bits as the others of this checkpoint, or not scaled so, and were "
+            "quantised while loading (%s, ...); --quantization none runs all of them in 16 bits",
+            len(quantised),
+            sorted(quantised)[0],
+        )
 
 
 def _through_transformers(

@@ -186,7 +186,7 @@ def test_blocks_have_no_scale_for_a_row() -> None:
     assert as_place_scale(scale, (300,)) is None
     places = {"w": torch.empty(300, 200, dtype=FP8), "w_scale": torch.empty(300)}
     filler = Filler(places, copy)
-    assert filler.wants("w", (300, 200)) and filler.scale_shape("w") == tuple(places["w_scale"].shape)
+    assert filler.wants("w", (300, 200)) and filler.scale_shape("w", FP8) == tuple(places["w_scale"].shape)
     filler.put("w", dequantise("w", stored, scale))
     filler.finish("nowhere")
     numbers, scales = quantise(dequantise("w", stored, scale))
@@ -284,7 +284,7 @@ def test_dummy_weights_in_fp8(fp8: Fp8, tmp_path: Path) -> None:
 def test_fp8_without_a_scale(tmp_path: Path) -> None:
     path = tiny_model.build("llama", tmp_path).path
     quantised(path, per_tensor, "_other", {"quant_method": "fp8"})
-    with pytest.raises(ModelError, match=r"FP8 without a scale: neither .*weight_scale_inv"):
+    with pytest.raises(ModelError, match=r"has 8 bits and no scale: neither .*weight_scale_inv"):
         load_model(spec_of(path), path, torch.float32, CPU)
 
 

@@ -10,12 +10,13 @@ import torch
 
 from core.adapters import TARGETS
 from core.errors import ConfigError, ModelError
+from core.models.spec import W8A8, Fp8
 from gpu.adapters.pool import AdapterLayout
 from gpu.build import spec_of
 from gpu.layers import Parameters
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Decoder
-from gpu.quant import quantise, quantise_blocks
+from gpu.quant import dtype_of, quantise, quantise_blocks
 from gpu.shard import COLUMN, ROW, Shard
 from gpu.weight_formats import shard_spec
 from gpu.weights import load_model
@@ -101,25 +102,25 @@ def test_a_gguf_is_sliced_once_dequantised(tmp_path: Path) -> None:
             torch.testing.assert_close(place, whole[key] if own is None else own.of(whole[key]))
 
 
-@pytest.mark.parametrize("kind", ["rows", "blocks"])
-def test_fp8_and_its_scales_are_sliced_alike(kind: str) -> None:
+@pytest.mark.parametrize("held", ["rows", "blocks", W8A8()], ids=["rows", "blocks", "int8"])
+def test_8_bits_and_their_scales_are_sliced_alike(held: Fp8 | W8A8) -> None:
     weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(1))
-    numbers, scale = (quantise if kind == "rows" else quantise_blocks)(weight)
+    numbers, scale = quantise_blocks(weight) if held == "blocks" else quantise(weight, dtype_of(held))
     for rank in range(2):
         parameters = Parameters(torch.bfloat16, CPU, Shard(rank, 2))
-        fp8 = "rows" if kind == "rows" else "blocks"
-        parameters.linear("", 256, {"up": 256}, held=fp8, split=COLUMN)  # type: ignore[arg-type]
-        parameters.linear("", 128, {"down": 512}, held=fp8, split=ROW)  # type: ignore[arg-type]
+        parameters.linear("", 256, {"up": 256}, held=held, split=COLUMN)
+        parameters.linear("", 128, {"down": 512}, held=held, split=ROW)
         filler = Filler(parameters.places, copier(CPU), slices=parameters.slices)
         for name in ("up.weight", "down.weight"):
-            assert filler.wants(name, (512, 256)) and filler.scale_shape(name) == tuple(scale.shape)
+            assert filler.wants(name, (512, 256))
+            assert filler.scale_shape(name, numbers.dtype) == tuple(scale.shape)
             filler.put(name, numbers, scale)
         filler.finish("the test")
         places, half = parameters.places, slice(rank * 256, (rank + 1) * 256)
         columns = slice(rank * 128, (rank + 1) * 128)
         assert torch.equal(places["up.weight"].float(), numbers[half].float())
         assert torch.equal(places["down.weight"].float(), numbers[:, columns].float())
-        if kind == "rows":
+        if held != "blocks":
             assert torch.equal(places["up.weight_scale"], scale[half])
             assert torch.equal(places["down.weight_scale"], scale)
         else:

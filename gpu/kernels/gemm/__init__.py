@@ -1,1 +1,1 @@
-"""Matrix products: gemv, skinny GEMM, FP8 GEMM and cuBLASLt."""
+"""Matrix products: gemv, skinny GEMM, GEMM of 8 bits and cuBLASLt."""

@@ -15,9 +15,10 @@ What counts, as measured on an H200:
     under programmatic dependent launch the first weights are prefetched before the wait. Half a microsecond
     behind attention, nothing elsewhere: it is done where K is split, as behind attention it is
 
-Rows and weights of e4m3 come with scales (`gpu.quant`). Those of rows multiply the sums at the end; those of
-blocks the sum of each 128 products, which then are never rounded as Hopper's e4m3 sums of more are (to 14
-bits: DeepSeek-V3's report, 3.3.2). Where rows have the scales, what 128 products gave is added in float32.
+Rows and weights of e4m3 or int8 come with scales (`gpu.quant`). Those of rows multiply the sums at the end;
+those of blocks the sum of each 128 products, which then are never rounded as Hopper's e4m3 sums of more are
+(to 14 bits: DeepSeek-V3's report, 3.3.2). Where rows have the scales, what 128 products gave is added in
+float32. Sums of int8 are int32 and exact, across parts of K too.
 
 Of rows with adapters the epilogue adds the deltas (`gpu.kernels.gemm.delta`), which need what `shrink`, the
 kernel in front, finds. The product does not wait for it: `shrink` lets its dependents begin when what both
@@ -35,6 +36,7 @@ from torch import Tensor
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.delta import Delta, DeltaShape, add_delta, delta_rows
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_dependents, launch_options, pow2, wait
+from gpu.quant import sum_dtype
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -49,7 +51,7 @@ LEAST_ROWS, MOST_ROWS = 3, 64
 cuBLAS takes 137; at 96 143 and 134."""
 
 MOST_SCALED_ROWS = 128
-"""Where e4m3 rows have the scales. At 128 Qwen3-8B's o, down and gate_up with silu, us here and by cuBLAS,
+"""Where rows have the scales. At 128 Qwen3-8B's o, down and gate_up with silu, us here and by cuBLAS,
 what quantises included: 14 and 18, 28 and 36, 38 and 44; qkv, whose inputs are not split, 19 and 17."""
 
 LEAST_WEIGHTS = 1 << 23
@@ -84,7 +86,7 @@ class SkinnyConfig(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of e4m3 rows and weights: float32 [n] and [outputs], or [n, inputs / 128] and [outputs / 128,
+    """Of e4m3 or int8 rows and weights: float32 [n] and [outputs], or [n, inputs / 128] and [outputs / 128,
     inputs / 128]. See `gpu.quant`."""
 
     x: Tensor
@@ -141,8 +143,8 @@ def _multiply_add(
     if BY == "blocks":
         scale = tl.load(x_scales + group) * tl.load(w_scales + group)
         return acc + tl.dot(weights, some, out_dtype=tl.float32) * scale[None, :]
-    most: tl.constexpr = _BLOCK if BY == "rows" else None
-    return tl.dot(weights, some, acc, input_precision="ieee", max_num_imprecise_acc=most)
+    most: tl.constexpr = _BLOCK if weights.dtype.is_fp8() else None
+    return tl.dot(weights, some, acc, input_precision="ieee", max_num_imprecise_acc=most, out_dtype=acc.dtype)
 
 
 @jit
@@ -160,6 +162,7 @@ def _finish(
 ) -> tl.tensor:
     """`acc` [outputs, rows] by the scales of rows and outputs, where these have any, and the bias: those of
     output `first` + `cols`, of N each."""
+    acc = acc.to(tl.float32)
     if BY == "rows":
         by_row = tl.load(x_scales + m, mask=m < rows, other=0.0)[None, :]
         acc *= tl.load(w_scales + first + cols, mask=cols < N, other=0.0)[:, None] * by_row
@@ -217,8 +220,9 @@ def _skinny(
         of_block += n // _BLOCK * (K // _BLOCK)
         of_up += (N + n) // _BLOCK * (K // _BLOCK)
     x_at = x + m[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    SUM: tl.constexpr = tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros([BLOCK_N, BLOCK_M], SUM)
+    up = tl.zeros([BLOCK_N, BLOCK_M], SUM)
     for i in range(steps):
         step = i + shift
         k = start + tl.where(step < steps, step, step - steps) * BLOCK_K
@@ -237,7 +241,7 @@ def _skinny(
             return
         tl.store(counters + tile, 0)
         own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], SUM)
         for i in tl.static_range(SPLIT):
             acc += tl.load(held + i * whole + own, cache_modifier=".cg")
     if DELTA is not None:
@@ -266,9 +270,9 @@ def skinny_gemm(
     delta: tuple[Delta, DeltaShape] | tuple[None, None] = (None, None),
     pdl: bool = False,
 ) -> Tensor:
-    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, or 128 for e4m3 rows scaled by row, `weight`
-    contiguous [outputs, inputs], both of 16 bits or e4m3 with `scales`, `bias` [outputs]: a new [n, outputs]
-    of `dtype`, or x's. `gated`: silu(g) · u of the halves g and u, which are not rounded in between: a new
+    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, or 128 for rows scaled by row, `weight` contiguous
+    [outputs, inputs], both of 16 bits, or e4m3 or int8 with `scales`, `bias` [outputs]: a new [n, outputs] of
+    `dtype`, or x's. `gated`: silu(g) · u of the halves g and u, which are not rounded in between: a new
     [n, outputs / 2]. One kernel serves up to 16, 32, 64 or 128 rows. `config` from `skinny_config` or
     `skinny_scaled_config`, `counters` from `split_k_counters`. `delta` of the rows' adapters (weights of 16
     bits alone, and where it `fits`) is added before silu; the kernel in front must be the `shrink` it is
@@ -284,7 +288,8 @@ def skinny_gemm(
     parts = None
     if config.split > 1:
         assert not gated and tiles <= len(counters)
-        parts = x.new_empty(tiles * config.split * config.block_n * block_m, dtype=torch.float32)
+        count = tiles * config.split * config.block_n * block_m
+        parts = x.new_empty(count, dtype=sum_dtype(weight.dtype))
     _skinny[(tiles * config.split,)](
         x,
         weight,
@@ -344,10 +349,10 @@ def skinny_config(rows: int, weight: Tensor, gated: bool = False) -> SkinnyConfi
 def skinny_scaled_config(
     rows: int, weight: Tensor, by_block: bool, gated: bool = False
 ) -> SkinnyConfig | None:
-    """The same for `weight` of e4m3, scaled by blocks or by rows: the quickest of 8 to 24 cuts on an H200,
-    but for 0.3 us, at 1, 8, 32 and 64 rows of Qwen3-8B's products. us by rows, by blocks and of bfloat16:
-    qkv 9, 11 and 15 (1 row), 11, 15 and 16 (64), o 7, 9 and 13, down 15, 17 and 32 (1 row), 17, 26 and 31
-    (64), gate_up with silu 26, 26 and 48 (1 row), 32, 33 and 52 (64)."""
+    """The same for `weight` of e4m3 or int8, scaled by blocks or by rows: of e4m3 the quickest of 8 to 24
+    cuts on an H200, but for 0.3 us, at 1, 8, 32 and 64 rows of Qwen3-8B's products. us by rows, by blocks and
+    of bfloat16: qkv 9, 11 and 15 (1 row), 11, 15 and 16 (64), o 7, 9 and 13, down 15, 17 and 32 (1 row), 17,
+    26 and 31 (64), gate_up with silu 26, 26 and 48 (1 row), 32, 33 and 52 (64)."""
     outputs, inputs = weight.shape
     if rows > (MOST_ROWS if by_block else MOST_SCALED_ROWS) or outputs * inputs < LEAST_WEIGHTS:
         return None

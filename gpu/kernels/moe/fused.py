@@ -4,10 +4,10 @@ up to a few rows    few_rows_moe, rms_norm                              3 launch
 up to 128 rows      choose, sort, gate_up, down, moe_sum                5
 above               route, scatter, gate_up, down, moe_sum              5
 
-MXFP4 weights go by the grouped products at any number of rows. FP8 weights multiply rows that are quantised
-first, 2 launches more; `few_rows_moe` widens them instead, since reading them is its time. Adapters are a
-launch more in front of each GEMM, and few rows take these GEMMs too, as they do where experts are not the
-best of a plain softmax (`Choice`).
+MXFP4 weights go by the grouped products at any number of rows. Weights of 8 bits multiply rows that are
+quantised first, 2 launches more; `few_rows_moe` widens them instead, since reading them is its time. Adapters
+are a launch more in front of each GEMM, and few rows take these GEMMs too, as they do where experts are not
+the best of a plain softmax (`Choice`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def fused_moe(
         group = BLOCK if scales[at].dim() == w.dim() else 0
         # Places are sorted: those of true rows come first, top_k of each.
         per = 1 if gated else top_k
-        numbers, by_row = quantise_rows(rows, group=group, per=per, num_rows=num_rows, pdl=pdl)
+        numbers, by_row = quantise_rows(rows, w.dtype, group=group, per=per, num_rows=num_rows, pdl=pdl)
         by, more = (by_row, scales[at]), delta(rows, at, 0)
         return gemm(numbers, w, tiles, tall, cut, scales=by, dtype=x.dtype, delta=more), more
 

@@ -18,9 +18,9 @@ a tile on the tensor cores:
 A tile of `down` needs the outputs of its own rows alone: `gate_up` counts them in the table of tiles, and
 `down` begins where they are done (`gpu.kernels.moe.tile_dependency`).
 
-In FP8 both operands are e4m3 with float32 scales, of `a` by row and of the weights by output, which meet
-the sums behind the loop; or of `a` by groups of 128 inputs and of the weights by blocks of 128 x 128, which
-meet the sums of each step over K.
+In 8 bits both operands are e4m3 or int8 with float32 scales, of `a` by row and of the weights by output,
+which meet the sums behind the loop; or of `a` by groups of 128 inputs and of the weights by blocks of 128 x
+128, which meet the sums of each step over K.
 
 MXFP4 weights (`gpu.mxfp4`) become 16 bits in registers.
 """
@@ -45,8 +45,8 @@ from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
 from gpu.kernels.silu_mul import gated
 
 Scales = tuple[Tensor, Tensor]
-"""float32 scales of e4m3 rows [n] and of weights [experts, outputs], or of their groups [n, inputs / 128] and
-blocks [experts, outputs / 128, inputs / 128]."""
+"""float32 scales of rows of 8 bits [n] and of weights [experts, outputs], or of their groups [n, inputs /
+128] and blocks [experts, outputs / 128, inputs / 128]."""
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP, _STEP = tl.constexpr(MXFP4_GROUP), tl.constexpr(4 * MXFP4_GROUP)
@@ -81,11 +81,8 @@ def _weight_tile(
 def _multiply(x: tl.tensor, w: tl.tensor, acc: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
     # In FP8 Hopper's tensor cores keep 14 bits of a sum: after each step over K it goes on in float32.
     most: tl.constexpr = x.shape[1] if x.dtype.is_fp8() else None
-    if SWAP:
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee", max_num_imprecise_acc=most)
-    else:
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee", max_num_imprecise_acc=most)
-    return acc
+    left, right = (w, tl.trans(x)) if SWAP else (x, tl.trans(w))
+    return tl.dot(left, right, acc, input_precision="ieee", max_num_imprecise_acc=most, out_dtype=acc.dtype)
 
 
 @jit
@@ -97,7 +94,8 @@ def _scaled(
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
 ) -> tl.tensor:
-    """`acc` times the scales of its rows and of the outputs `n` to n + block_n, at `by_column`."""
+    """`acc` times the scales of its rows and of the outputs `n` to n + block_n, at `by_column`: float32."""
+    acc = acc.to(tl.float32)
     cols = n + tl.arange(0, CONFIG.block_n)
     scale = tl.load(by_column + cols, mask=cols < SHAPE.n, other=0.0)
     return acc * scale[:, None] * by_row[None, :] if CONFIG.swap else acc * by_row[:, None] * scale[None, :]
@@ -290,12 +288,13 @@ def _tile(
     adapter = row if DELTA is None else adapters_of(delta, pairs, place, inside, DELTA)
     a_at = a + row.to(tl.int64)[:, None] * K + tl.arange(0, _GROUP if SHAPE.packed else BLOCK_K)[None, :]
     w_row = expert * (2 * N if SHAPE.gated else N)
+    SUM: tl.constexpr = tl.int32 if a.dtype.element_ty == tl.int8 else tl.float32
     if CONFIG.swap:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], SUM)
+        up = tl.zeros([BLOCK_N, BLOCK_M], SUM)
     else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+        up = tl.zeros([BLOCK_M, BLOCK_N], SUM)
     if SHAPE.packed:
         acc, up = _packed_sums(acc, up, a_at, w, w_scales, expert, n, SHAPE, CONFIG)
     else:
@@ -396,7 +395,7 @@ def grouped_gemm(
     block_m  what `tiles` was cut with
     bias     [experts, 2 * width], gate before up, or [experts, hidden], contiguous
     clamped  of `gate_up`: how gate and up are joined; None: by silu
-    scales   of a and w, where they are e4m3
+    scales   of a and w, where they are e4m3 or int8
     exponents  int32 [experts, inputs / 128, outputs], rounded up: the scales of w, where it is MXFP4
     dtype    of the result, None for a's
     after    of `down`, launched right behind `gate_up` or its own `shrink_pairs`: how many programs of that a

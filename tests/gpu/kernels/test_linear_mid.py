@@ -16,7 +16,7 @@ from gpu.kernels.gemm.skinny import (
     split_k_counters,
 )
 from gpu.ops.plain import product
-from gpu.quant import quantise, quantise_blocks, quantise_groups
+from gpu.quant import INT8, quantise, quantise_blocks, quantise_groups
 
 # (rows, outputs, inputs, cut): outputs that a tile does not divide and that end within one, inputs in one
 # part and in several, parts of unequal length, rows that fill what they are padded to and that do not
@@ -69,7 +69,7 @@ def test_gated(
 
 
 # As SHAPES, the sides whole blocks; a tile ends at every 128 inputs where blocks have the scales
-FP8_SHAPES = [
+SCALED_SHAPES = [
     (1, 128, 256, SkinnyConfig(64, 128, 1, 4, 3)),
     (13, 256, 768, SkinnyConfig(128, 128, 2, 4, 3)),
     (33, 384, 1024, SkinnyConfig(64, 128, 4, 4, 3)),
@@ -79,7 +79,7 @@ FP8_SHAPES = [
 
 
 @pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
-@pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), FP8_SHAPES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), SCALED_SHAPES)
 def test_scaled(
     rows: int,
     outputs: int,
@@ -107,6 +107,42 @@ def test_scaled(
             whole = cut._replace(split=1)
             found = skinny_gemm(numbers, weight, b, whole, counters, gated=True, scales=scales, dtype=dtype)
             assert error(found, F.silu(gate) * up) < tolerance
+    assert not counters.any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "cut"),
+    [
+        (1, 96, 256, SkinnyConfig(64, 128, 1, 4, 3)),
+        (13, 176, 640, SkinnyConfig(128, 128, 2, 4, 3)),
+        (33, 48, 1024, SkinnyConfig(64, 64, 4, 4, 3)),
+        (100, 128, 512, SkinnyConfig(64, 256, 1, 4, 2)),
+    ],
+)
+def test_integers(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    cut: SkinnyConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """Outputs that a tile does not divide. Sums are exact, whoever adds them."""
+    x, weight, bias = linear(rows, outputs, inputs, device, dtype)
+    (numbers, by_row), (whole, scale) = quantise(x, INT8), quantise(weight, INT8)
+    scales, counters = Scales(by_row, scale), split_k_counters(device)
+    sums = numbers.double() @ whole.double().t()
+    ones = Scales(torch.ones_like(by_row), torch.ones_like(scale))
+    found = skinny_gemm(numbers, whole, None, cut, counters, scales=ones, dtype=torch.float32)
+    assert torch.equal(found.double(), sums)
+    expected = sums * by_row[:, None] * scale + bias.double()
+    found = skinny_gemm(numbers, whole, bias, cut, counters, scales=scales, dtype=dtype)
+    assert found.dtype == dtype and error(found, expected) < tolerance
+    gate, up = expected.chunk(2, dim=1)
+    once = cut._replace(split=1)
+    found = skinny_gemm(numbers, whole, bias, once, counters, gated=True, scales=scales, dtype=dtype)
+    assert error(found, F.silu(gate) * up) < tolerance
     assert not counters.any()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
-from gpu.quant import quantise, quantise_blocks
+from gpu.quant import EIGHT_BITS, quantise, quantise_blocks
 
 SIZE = MoeSize(experts=6, width=48, hidden=96, top_k=2)
 PLAIN = TileConfig(32, 32, 4, 2, False)
@@ -200,13 +201,14 @@ Scaled = tuple[MoeInputs, tuple[torch.Tensor, torch.Tensor]]
 
 
 def coarse(inputs: MoeInputs, how: Callable[..., tuple[torch.Tensor, torch.Tensor]] = quantise) -> Scaled:
-    """The same with e4m3 weights, and their scales."""
+    """The same with weights of 8 bits, and their scales."""
     w13, s13 = how(inputs.w13)
     w2, s2 = how(inputs.w2)
     return inputs._replace(w13=w13, w2=w2), (s13, s2)
 
 
 @pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("kind", EIGHT_BITS, ids=str)
 @pytest.mark.parametrize(
     ("rows", "live", "config"),
     [
@@ -218,16 +220,22 @@ def coarse(inputs: MoeInputs, how: Callable[..., tuple[torch.Tensor, torch.Tenso
     ],
     ids=["small", "plain", "swap", "half", "tma"],
 )
-def test_fp8_experts(
-    rows: int, live: int, config: MoeConfig, device: torch.device, dtype: torch.dtype, tolerance: float
+def test_experts_scaled_by_rows(
+    kind: torch.dtype,
+    rows: int,
+    live: int,
+    config: MoeConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> None:
-    inputs, scales = coarse(moe_inputs(rows, SIZE, dtype, device))
+    inputs, scales = coarse(moe_inputs(rows, SIZE, dtype, device), partial(quantise, dtype=kind))
     inputs.x[live:] = float("nan")  # padded rows may hold anything
     inputs.logits[live:] = float("nan")
     x, logits, w13, w2 = inputs
     count = scalar(live, device)
     found = run_moe(x, logits, (w13, w2), SIZE.top_k, config, scales=scales, num_rows=count)
-    # Few rows are read as they are; e4m3 of what differs in its last bit may differ by a step.
+    # Few rows are read as they are; 8 bits of what differs in its last bit may differ by a step.
     expected = reference.moe(
         x[:live], logits[:live], w13, w2, SIZE.top_k, scales=scales, coarse=not config.small
     )

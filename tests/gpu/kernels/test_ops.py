@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from bench.kernels.inputs import MoeSize, moe_inputs
 from bench.kernels.lora_inputs import lora_matrix, lora_rows, slots_view
-from core.models import Fp8
+from core.models.spec import W8A8, Fp8
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.types import NO_TOKENS
 from gpu.attention import TorchAttention
@@ -63,12 +63,13 @@ def build(variant: str, folder: Path, **more: Any) -> Path:
 class Both:
     """A model with two pools, one per set of operations, under one page table."""
 
-    def __init__(self, variant: str, folder: Path, fp8: Fp8 = "", int4: Kind | None = None) -> None:
+    def __init__(self, variant: str, folder: Path, held: Fp8 | W8A8 = "", int4: Kind | None = None) -> None:
         path = build(variant, folder, **WIDE if int4 else {})
         if int4 is not None:
             quantise(path, int4)
         spec = spec_of(path)
-        spec = self.spec = msgspec.structs.replace(spec, fp8=fp8, int4=spec.stored_int4)
+        kinds = {"w8a8": held} if isinstance(held, W8A8) else {"fp8": held}
+        spec = self.spec = msgspec.structs.replace(spec, int4=spec.stored_int4, **kinds)
         self.model = load_model(spec, path, torch.float32, CPU)
         shape = (spec.layers, ROWS * PAGES + 1, PAGE, spec.kv_shape, torch.float32, CPU)
         self.plain, self.fused = KvPool(*shape), KvPool(*shape)
@@ -198,19 +199,21 @@ def test_products_of_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("variant", "fp8", "count"),
+    ("variant", "held", "count"),
     [
         ("qwen2", "rows", 2),
         ("qwen2", "rows", 20),
         ("qwen3-moe-mixed", "rows", 2),
         ("qwen3-moe-mixed", "rows", 20),
         ("qwen3-moe-wide", "blocks", 20),  # a handful of its rows take the interpreter half a minute
+        ("qwen2", W8A8(), 20),
+        ("qwen3-moe-mixed", W8A8(), 20),
     ],
 )
 @pytest.mark.usefixtures("rounding")
-def test_fp8_weights(variant: str, fp8: Fp8, count: int, tmp_path: Path) -> None:
-    """As the plain operations, but for inputs that lie between two numbers of e4m3 and fall to either."""
-    both = Both(variant, tmp_path, fp8)
+def test_weights_of_8_bits(variant: str, held: Fp8 | W8A8, count: int, tmp_path: Path) -> None:
+    """As the plain operations, but for inputs that lie between two numbers and fall to either."""
+    both = Both(variant, tmp_path, held)
     plan = begins(1, 1, count)
     with device_thread(CPU):
         exact, want = both.plainly(plan)

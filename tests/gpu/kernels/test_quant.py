@@ -1,4 +1,4 @@
-"""Rows as e4m3 numbers and their scales, against the twin."""
+"""Rows as numbers of 8 bits and their scales, against the twin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.kernels.inputs import error, scalar
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.ops.plain import product
 from gpu.ops.scaled import cublas_fp8_gemm
-from gpu.quant import TOP, quantise, restore
+from gpu.quant import EIGHT_BITS, INT8, TOP, quantise, restore
 
 
 def exact(rows: int, width: int) -> torch.Tensor:
@@ -36,6 +36,28 @@ def test_rows_with_their_scales(per: int, device: torch.device, dtype: torch.dty
     torch.testing.assert_close(found[1], scales[:live])
 
 
+@pytest.mark.parametrize("per", [1, 2])
+def test_rows_as_integers(per: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Ties go to the even number, and a row that is not finite says so in its scale."""
+    rows, live, width = 8, 6, 48
+    given = torch.randn(rows, width).to(dtype).float()
+    ties = torch.tensor([127.0, 0.5, 1.5, -2.5, 126.5, -0.49, -126.5])
+    given[0] = 0.0
+    given[0, : len(ties)] = ties * 0.25
+    given[1, 5], given[2, 7] = float("nan"), float("-inf")
+    given[live:] = float("nan")  # padded rows may hold anything
+    x = given.to(device, dtype)
+    numbers, scales = quantise_rows(x, INT8, per=per, num_rows=scalar(live // per, device))
+    assert numbers.dtype == INT8 and float(scales[0]) == 0.25
+    assert numbers[0, : len(ties)].tolist() == [127, 0, 2, -2, 126, 0, -126]
+    assert not numbers[0, len(ties) :].any()
+    assert not scales[1:3].isfinite().any()
+    theirs, expected = quantise(x[3:live], INT8)
+    torch.testing.assert_close(scales[3:live], expected)
+    assert int((numbers[3:live].int() - theirs.int()).abs().max()) <= (device.type == "cuda")
+    assert not quantise(x[1:3], INT8)[1].isfinite().any()
+
+
 def test_groups_with_their_scales(device: torch.device, dtype: torch.dtype) -> None:
     x = exact(12, 16).view(3, 64)  # the largest number in each group of 16
     power = 2.0 ** torch.arange(-6, 6).view(3, 4)
@@ -56,21 +78,23 @@ def test_products_of_rows(biased: bool, device: torch.device, dtype: torch.dtype
     assert error(found, product(x, weight, scale, bias)) < tolerance
 
 
-def test_zeros_and_extremes(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", EIGHT_BITS, ids=str)
+def test_zeros_and_extremes(kind: torch.dtype, device: torch.device, dtype: torch.dtype) -> None:
     x = torch.zeros(3, 40, device=device, dtype=dtype)
     x[1, 5], x[2, 7] = 3e38, 1e-30
-    numbers, scales = quantise_rows(x)
+    numbers, scales = quantise_rows(x, kind)
     found = restore(numbers, scales)
     assert bool(found.isfinite().all()) and not found[0].any()
     torch.testing.assert_close(found[1, 5], x[1, 5].float(), rtol=1e-2, atol=0)
-    assert torch.equal(restore(*quantise(x))[0], found[0])
+    assert torch.equal(restore(*quantise(x, kind))[0], found[0])
 
 
 @pytest.mark.gpu
-def test_rounds_as_the_twin(device: torch.device) -> None:
+@pytest.mark.parametrize("kind", EIGHT_BITS, ids=str)
+def test_rounds_as_the_twin(kind: torch.dtype, device: torch.device) -> None:
     x = torch.randn(64, 2048, device=device, dtype=torch.bfloat16)
-    numbers, scales = quantise_rows(x)
-    theirs, expected = quantise(x)
+    numbers, scales = quantise_rows(x, kind)
+    theirs, expected = quantise(x, kind)
     torch.testing.assert_close(scales, expected)
     # The division's last bit decides ties alone.
     assert (numbers.float() != theirs.float()).float().mean() < 1e-3

@@ -1,4 +1,4 @@
-"""Products of weights scaled by blocks, against the twin."""
+"""Products of many rows and weights of 8 bits, against the twin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from bench.kernels.inputs import error
 from gpu.kernels.gemm.scaled import ScaledGemmConfig, scaled_gemm, scaled_gemm_config
 from gpu.ops.plain import product
-from gpu.quant import quantise_blocks, quantise_groups
+from gpu.quant import INT8, quantise, quantise_blocks, quantise_groups
 
 LOW, HIGH = ScaledGemmConfig(16, 64, 4, 3), ScaledGemmConfig(32, 128, 4, 3)
 
@@ -31,6 +31,41 @@ def test_as_the_twin(
     found = scaled_gemm(*quantise_groups(x), weight, scale, bias, dtype, config)
     assert (found.dtype, found.shape) == (dtype, (rows, 384))
     assert error(found, product(x, weight, scale, bias)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "config"),
+    [
+        (1, 64, 16, LOW),
+        (13, 80, 272, LOW),
+        (40, 208, 384, LOW),
+        (5, 16, 144, HIGH),
+        (70, 400, 1040, HIGH),
+        (13, 80, 272, LOW._replace(tma=False)),
+        (70, 384, 384, HIGH._replace(tma=False)),
+    ],
+    ids=str,
+)
+def test_integers(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    config: ScaledGemmConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """Scaled by rows, sides that tiles do not divide: exact sums, behind the last input nothing."""
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    weight, scale = quantise(torch.randn(outputs, inputs, device=device), INT8)
+    bias = torch.randn(outputs, device=device).to(dtype)
+    numbers, by_row = quantise(x, INT8)
+    ones = torch.ones_like(by_row), torch.ones_like(scale)
+    found = scaled_gemm(numbers, ones[0], weight, ones[1], None, torch.float32, config)
+    assert torch.equal(found.double(), numbers.double() @ weight.double().t())
+    found = scaled_gemm(numbers, by_row, weight, scale, bias, dtype, config)
+    assert (found.dtype, found.shape) == (dtype, (rows, outputs))
+    assert error(found, product(x.double(), weight, scale, bias.double())) < tolerance
 
 
 @pytest.mark.parametrize("tiles", [1, 15, 16, 17, 33])

@@ -1,7 +1,8 @@
-"""Products of FP8 weights, whoever multiplies: against the twin, and by whom."""
+"""Products of weights of 8 bits, whoever multiplies: against the twin, and by whom."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from gpu.ops import scaled
 from gpu.ops.base import Matrix
 from gpu.ops.plain import product
 from gpu.ops.scaled import scaled_linear
-from gpu.quant import quantise, quantise_blocks
+from gpu.quant import INT8, quantise, quantise_blocks
 
 OUTPUTS, INPUTS = 1024, 1024
+
+KINDS = {"rows": quantise, "blocks": quantise_blocks, "int8": partial(quantise, dtype=INT8)}
 
 
 @pytest.fixture
@@ -57,6 +60,9 @@ def who(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (100, "rows", "skinny_gemm"),
         (66, "blocks", "scaled_gemm"),
         (130, "rows", "cublas_fp8_gemm"),
+        (3, "int8", "skinny_gemm"),
+        (100, "int8", "skinny_gemm"),
+        (130, "int8", "scaled_gemm"),
     ],
 )
 def test_as_the_twin(
@@ -70,11 +76,11 @@ def test_as_the_twin(
     tolerance: float,
 ) -> None:
     made = torch.randn(OUTPUTS, INPUTS, device=device) * INPUTS**-0.5
-    weight, scale = (quantise_blocks if kind == "blocks" else quantise)(made)
+    weight, scale = KINDS[kind](made)
     bias = torch.randn(OUTPUTS, device=device).to(dtype)
     x = torch.randn(rows, INPUTS, device=device).to(dtype)
     live = scalar(rows - 1, device)
-    if kind == "rows" and rows == 100 and not gated:
+    if kind != "blocks" and rows == 100 and not gated:
         # Split in two at these sizes, as of a large model's `o`: one that is not split is the library's.
         weight, scale, bias = weight[:128], scale[:128], bias[:128]
     by = Matrix(weight, bias, scale)
@@ -95,7 +101,7 @@ def test_a_device_without_room_has_the_others(
     """No counters: where `skinny_gemm` cannot hold its tiles."""
     x = torch.randn(5, INPUTS, device=device).to(dtype)
     made = torch.randn(OUTPUTS, INPUTS, device=device) * INPUTS**-0.5
-    for quantised in (quantise(made), quantise_blocks(made)):
+    for quantised in (how(made) for how in KINDS.values()):
         found = scaled_linear(x, Matrix(quantised[0], scale=quantised[1]), None)
         assert error(found, product(x.double(), *quantised)) < tolerance
-    assert who == ["cublas_fp8_gemm", "scaled_gemm"]
+    assert who == ["cublas_fp8_gemm", "scaled_gemm", "scaled_gemm"]
