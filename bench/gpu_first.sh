@@ -62,6 +62,7 @@ def line(*names):
 line("every_graph_is_its_work_bit_by_bit", "padding_changes_nothing")
 line("blocks_are_near_and_graphs_change_nothing", "4_bits_are_near_and_graphs_change_nothing")
 line("without_a_family_as_on_a_cpu", "mxfp4_is_near_and_graphs_change_nothing")
+line("w8a8_is_near_and_graphs_change_nothing")
 line("long_prompts_are_scored_as_on_a_cpu", "no_launch_waits_for_the_device")
 line("a_closed_executor_gives_its_memory_back", "graphs_that_nobody_holds_disturb_no_capture")
 for depth in (0, 1, 2):
@@ -69,7 +70,7 @@ for depth in (0, 1, 2):
 for name in VARIANTS:
     line(*(f"{test}[{name}]" for test in ("every_family_as_on_a_cpu", "sampling_as_on_a_cpu",
                                           "bfloat16_is_within_its_own_error")))
-    line(*(f"fp8_is_near_and_graphs_change_nothing[{name}-{what}]" for what in ("pages", "weights")))
+    line(*(f"8_bits_are_near_and_graphs_change_nothing[{name}-{what}]" for what in ("pages", "weights", "int8")))
 for name in TINY_CONFIGURATIONS:
     line(f"text_is_the_same_in_every_configuration[{name}]")
 EOF

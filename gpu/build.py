@@ -69,7 +69,14 @@ from gpu.step.shapes import most_samples
 from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.targets import MostExchanged, choose_ranks, choose_targets
 from gpu.thread import device_thread
-from gpu.weight_formats import choose_fp8, choose_int4, choose_int8, choose_mxfp4, shard_spec
+from gpu.weight_formats import (
+    choose_fp8,
+    choose_int4,
+    choose_int8,
+    choose_mxfp4,
+    choose_w8a8,
+    shard_spec,
+)
 from gpu.weights import config_from_gguf, load_model
 
 log = logging.getLogger(__name__)
@@ -253,8 +260,8 @@ def _settle(
     schedule = with_budget(schedule, target.device)
     int4 = choose_int4(spec, model, target)
     fp8, mxfp4 = "" if int4 else choose_fp8(spec, model, target), choose_mxfp4(spec, model, target)
-    eight = choose_int8(spec, model, target)
-    whole = msgspec.structs.replace(spec, int4=int4, fp8=fp8, mxfp4=mxfp4, int8=eight)
+    eight, w8a8 = choose_int8(spec, model, target), choose_w8a8(spec, model, target)
+    whole = msgspec.structs.replace(spec, int4=int4, fp8=fp8, w8a8=w8a8, mxfp4=mxfp4, int8=eight)
     check_pages(whole, target, cache)
     own = shard_spec(whole, parallel.tp)
     sizes = choose_sizes(own, model, schedule, target.device)

@@ -149,7 +149,7 @@ def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     if spec.transformers:  # norms in float32, and copies between operations that ours do in place
         return 2 * (3 * spec.hidden + max(attention, mlp)) * dtype.itemsize
     # Beside a product's input, what it was quantised to.
-    coarse = max(3 * spec.hidden, spec.q_size, mlp) // 3 if spec.fp8 else 0
+    coarse = max(3 * spec.hidden, spec.q_size, mlp) // 3 if spec.eight_bits else 0
     return (3 * spec.hidden + 2 * spec.head_dim + max(attention, mlp)) * dtype.itemsize + coarse
 
 
@@ -276,9 +276,9 @@ def _adapters(needs: Needs) -> str:
 
 
 def _weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dtype) -> int:
-    """Of so many parameters, `tables` among them. Routers count as FP8 and scales of 8 bits not at all: under
-    0.1% together. Of 4 bits each group has a scale and a zero point, and layers that a checkpoint excepts
-    count as if it did not, in MXFP4 too."""
+    """Of so many parameters, `tables` among them. Routers count as 8 bits and scales of those not at all:
+    under 0.1% together. Of 4 bits each group has a scale and a zero point, and layers that a checkpoint
+    excepts count as if it did not, in MXFP4 too."""
     if spec.mxfp4 is not None and (moe := spec.moe) is not None:
         packed = 3 * len(moe.layers) * moe.experts * spec.hidden * moe.intermediate
         return (parameters - packed) * dtype.itemsize + packed // 2 + packed // MXFP4_GROUP
@@ -295,7 +295,7 @@ def _weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dt
 def _weight_name(spec: ModelSpec, dtype: torch.dtype) -> str:
     if spec.mxfp4 is not None:
         return "mxfp4"
-    if spec.int8:
+    if spec.int8 or spec.w8a8 is not None:
         return "int8"
     return "int4" if spec.int4 else _name(FP8 if spec.fp8 else dtype)
 

@@ -1,5 +1,5 @@
-"""Whether a model's matrices run in FP8 or in 4 bits, on a CPU in 8, or its experts in MXFP4, and whether
-ranks can divide them so."""
+"""Whether a model's matrices run in FP8, in int8 or in 4 bits, or its experts in MXFP4, and whether ranks can
+divide them so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.models import ModelSpec
 from core.models.quant import BLOCK, MXFP4_GROUP
-from core.models.spec import Fp8, Int4, Mxfp4
+from core.models.spec import W8A8, Fp8, Int4, Mxfp4
 from gpu import int8
 from gpu.device import HOPPER
 from gpu.int4 import SPANS, WORD, span
@@ -21,9 +21,7 @@ def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
     """How the layers' matrices run in FP8. Raises `ConfigError` where they were asked to and cannot."""
     reason = ""
     if spec.transformers:
-        reason = (
-            f"{spec.architecture} runs through transformers, in {str(target.dtype).removeprefix('torch.')}"
-        )
+        reason = _through_transformers(spec, target)
     elif not target.captures(spec):
         reason = "it is there on a GPU (--device cuda), for models that generate or embed causally"
     elif target.facts.capability < HOPPER:
@@ -35,7 +33,7 @@ def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
     match model.quantization:
         case "auto" if not reason:
             return spec.stored_fp8
-        case "none" | "auto":
+        case "none" | "auto" | "int8":
             return ""
         case asked if reason:
             raise ConfigError(f"--quantization {asked} is refused: {reason}.")
@@ -44,6 +42,26 @@ def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
         case "fp8-blocks":
             _check_blocks(spec, "--quantization fp8-blocks", "--quantization fp8, scaled by channel")
             return "blocks"
+
+
+def choose_w8a8(spec: ModelSpec, model: ModelConfig, target: Target) -> W8A8 | None:
+    """Which of the layers' matrices run in int8; elsewhere those of a checkpoint are dequantised while they
+    are read. Raises `ConfigError` where they were asked to and cannot."""
+    reason = ""
+    if spec.transformers:
+        reason = _through_transformers(spec, target)
+    elif not spec.causal:
+        reason = f"{spec.architecture} is an encoder, and runs in 16 or 32 bits"
+    if model.quantization == "int8" and reason:
+        raise ConfigError(f"--quantization int8 is refused: {reason}.")
+    if model.quantization == "int8":
+        return spec.stored_w8a8 or W8A8()
+    return spec.stored_w8a8 if model.quantization == "auto" and not reason else None
+
+
+def _through_transformers(spec: ModelSpec, target: Target) -> str:
+    """Why a model that transformers runs is not quantised."""
+    return f"{spec.architecture} runs through transformers, in {str(target.dtype).removeprefix('torch.')}"
 
 
 def choose_int4(spec: ModelSpec, model: ModelConfig, target: Target) -> Int4 | None:
@@ -64,8 +82,8 @@ def choose_int8(spec: ModelSpec, model: ModelConfig, target: Target) -> bool:
     they are dequantised while loading, as experts and what makes latents are."""
     stored = spec.stored_gguf or spec.stored_int4 is not None or bool(spec.stored_fp8)
     ours = spec.causal and not spec.transformers and spec.moe is None and spec.latent is None
-    exact = model.quantization == "none" or target.dtype != torch.float32
-    return stored and ours and not exact and target.device.type == "cpu" and int8.runs_here()
+    ours = ours and model.quantization == "auto" and target.dtype == torch.float32
+    return stored and ours and target.device.type == "cpu" and int8.runs_here()
 
 
 def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from core.models.registry import served
 
+_EIGHT_BITS = ("fp8", "int8")
 _INT4 = ("awq", "gptq", "w4a16")
 
 FORMATS: Mapping[str, tuple[str, str]] = {
@@ -48,7 +49,7 @@ def lines() -> list[str]:
     config is tried."""
     rows = [("ARCHITECTURE", "TASK", "LAYERS", "TOOLS", "REASONING", "WEIGHTS")]
     for each in served():
-        weights = ["safetensors", *["fp8"] * each.fp8, *_INT4 * each.int4, *["mxfp4"] * each.mxfp4]
+        weights = ["safetensors", *_EIGHT_BITS * each.eight_bits, *_INT4 * each.int4, *["mxfp4"] * each.mxfp4]
         weights += ["gguf"] * each.gguf
         formats = FORMATS.get(each.architecture, ("-", "-"))
         rows.append((each.architecture, each.task, "native", *formats, ", ".join(weights)))

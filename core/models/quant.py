@@ -1,5 +1,6 @@
-"""Which quantised checkpoints can be read: 8-bit floats with a scale per tensor, channel or block, and 4-bit
-integers with a scale per group of inputs or per channel."""
+"""Which quantised checkpoints can be read: 8-bit floats with a scale per tensor, channel or block, 8-bit
+integers with a scale per tensor or channel, and 4-bit integers with a scale per group of inputs or per
+channel."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from core.errors import ModelError
 from core.models.fields import Config
-from core.models.spec import Fp8, Int4, Mxfp4
+from core.models.spec import W8A8, Fp8, Int4, Mxfp4
 
 BLOCK = 128
 """Rows and columns that share a scale in block-scaled checkpoints (DeepSeek V3, Qwen3-FP8)."""
@@ -56,8 +57,9 @@ GROUPS = (32, 64, 128)
 """Inputs that share a scale in 4-bit checkpoints."""
 
 SERVED = (
-    "Served are FP8 (fp8, fbgemm_fp8, compressed-tensors) and 4 bits (awq, gptq, compressed-tensors "
-    "pack-quantized, mxfp4 of gpt-oss). Use one of these, the unquantised checkpoint or a .gguf file."
+    "Served are FP8 (fp8, fbgemm_fp8, compressed-tensors), int8 (compressed-tensors int-quantized, W8A8) and "
+    "4 bits (awq, gptq, compressed-tensors pack-quantized, mxfp4 of gpt-oss). Use one of these, the "
+    "unquantised checkpoint or a .gguf file."
 )
 """Said where a checkpoint is quantised otherwise."""
 
@@ -142,19 +144,42 @@ def _gptq(scheme: _Scheme) -> Int4:
     return Int4(format="gptq_v2" if kind == "gptq_v2" else "gptq", group=scheme.group())
 
 
-def _pack_quantized(scheme: _Scheme) -> Int4:
-    scheme.want("format", "pack-quantized")
+def _layers(scheme: _Scheme) -> tuple[list[_Scheme], tuple[str, ...]]:
+    """Of compressed-tensors: the groups, each of all linear layers, and the layers that are not quantised."""
     scheme.want("kv_cache_scheme", None)
     scheme.want("transform_config", {}, absent={})
     scheme.inside("sparsity_config", {}).want("format", "dense", absent="dense")
-    ignored = scheme.patterns("ignore")
-    found: set[tuple[int, bool]] = set()
-    groups = scheme.inside("config_groups")
-    for one in groups.inner():
-        one.want("format", None, "pack-quantized")
+    groups = scheme.inside("config_groups").inner()
+    for one in groups:
         one.want("targets", ["Linear"], absent=["Linear"])
-        one.want("input_activations", None)
         one.want("output_activations", None)
+    return groups, scheme.patterns("ignore")
+
+
+def _int_quantized(scheme: _Scheme) -> W8A8:
+    groups, ignored = _layers(scheme)
+    if not groups:
+        raise scheme.wrong("config_groups", {}, "a group of layers")
+    for one in groups:
+        one.want("format", None, "int-quantized")
+        weights, rows = one.inside("weights"), one.inside("input_activations")
+        for each in (weights, rows):
+            each.want("num_bits", 8)
+            each.want("type", "int", absent="int")
+            each.want("symmetric", True, absent=True)
+        weights.want("strategy", "channel", "tensor", absent="tensor")
+        weights.want("actorder", None, "weight", "static", False)
+        rows.want("dynamic", True)
+        rows.want("strategy", "token")
+    return W8A8(plain=ignored)
+
+
+def _pack_quantized(scheme: _Scheme) -> Int4:
+    groups, ignored = _layers(scheme)
+    found: set[tuple[int, bool]] = set()
+    for one in groups:
+        one.want("format", None, "pack-quantized")
+        one.want("input_activations", None)
         weights = one.inside("weights")
         weights.want("num_bits", 4)
         weights.want("type", "int", absent="int")
@@ -163,8 +188,8 @@ def _pack_quantized(scheme: _Scheme) -> Int4:
         symmetric = weights.want("symmetric", True, False, absent=True)
         found.add((weights.group() if strategy == "group" else 0, bool(symmetric)))
     if len(found) != 1:
-        raise groups.wrong(
-            "weights", sorted(found), "one group_size and one value of symmetric for all layers"
+        raise scheme.wrong(
+            "config_groups", sorted(found), "one group_size and one value of symmetric for all layers"
         )
     if not any("lm_head" in each for each in ignored):
         raise scheme.wrong("ignore", list(ignored), "a list with 'lm_head', which stays as it is,")
@@ -172,23 +197,28 @@ def _pack_quantized(scheme: _Scheme) -> Int4:
     return Int4(format="pack-quantized", group=group, symmetric=symmetric, plain=ignored)
 
 
-_INT4: Mapping[object, Callable[[_Scheme], Int4]] = {
+def _compressed_tensors(scheme: _Scheme) -> Int4 | W8A8:
+    kind = scheme.want("format", "pack-quantized", "int-quantized")
+    return _pack_quantized(scheme) if kind == "pack-quantized" else _int_quantized(scheme)
+
+
+_INTEGERS: Mapping[object, Callable[[_Scheme], Int4 | W8A8]] = {
     "awq": _awq,
     "gptq": _gptq,
-    "compressed-tensors": _pack_quantized,
+    "compressed-tensors": _compressed_tensors,
 }
 
 
-def read_int4(config: Config) -> Int4 | None:
-    """How 4-bit weights of a `quantization_config` lie in the files; None for FP8. Raises `ModelError` naming
-    the field that is not served and what is."""
+def read_integers(config: Config) -> Int4 | W8A8 | None:
+    """How weights of 4 or 8 bits of a `quantization_config` lie in the files; None for FP8. Raises
+    `ModelError` naming the field that is not served and what is."""
     if is_readable_fp8(config):
         return None
     scheme = _Scheme(config)
-    method = scheme.want("quant_method", *_INT4, "fp8", "fbgemm_fp8")
-    if method not in _INT4:
+    method = scheme.want("quant_method", *_INTEGERS, "fp8", "fbgemm_fp8")
+    if method not in _INTEGERS:
         raise scheme.wrong("weight_block_size", config.get("weight_block_size"), f"{[BLOCK, BLOCK]} or null")
-    return _INT4[method](scheme)
+    return _INTEGERS[method](scheme)
 
 
 def read_mxfp4(config: Config) -> Mxfp4 | None:

@@ -14,9 +14,9 @@ import msgspec
 
 from core.errors import ModelError
 from core.models.fields import Fields
-from core.models.quant import SERVED, fp8_scaling, read_int4, read_mxfp4
+from core.models.quant import SERVED, fp8_scaling, read_integers, read_mxfp4
 from core.models.rope import read_rope, read_ropes
-from core.models.spec import ClampedGate, Int4, ModelSpec, MoeSpec
+from core.models.spec import W8A8, ClampedGate, Int4, ModelSpec, MoeSpec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 MOST_LAYERS = 10_000
@@ -320,6 +320,7 @@ def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
     positions = fields.size("max_position_embeddings", defaults.max_position)
     if "rope" not in facts:
         facts["rope"] = read_rope(fields, positions, defaults.theta)
+    stored = _stored_integers(fields)
     return ModelSpec(
         architecture=architecture_of(fields),
         vocab_size=fields.size("vocab_size"),
@@ -335,18 +336,19 @@ def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         max_position=positions,
         dtype=dtype_of(fields),
         stored_fp8=fp8_scaling(fields.group("quantization_config")),
-        stored_int4=_stored_int4(fields),
+        stored_int4=stored if isinstance(stored, Int4) else None,
+        stored_w8a8=stored if isinstance(stored, W8A8) else None,
         stored_mxfp4=read_mxfp4(fields.group("quantization_config")),
         stored_gguf=_is_gguf(fields),
         **facts,
     )
 
 
-def _stored_int4(fields: Fields) -> Int4 | None:
+def _stored_integers(fields: Fields) -> Int4 | W8A8 | None:
     if not fields.has("quantization_config") or _is_gguf(fields):
         return None
     config = fields.group("quantization_config")
-    return None if read_mxfp4(config) else read_int4(config)
+    return None if read_mxfp4(config) else read_integers(config)
 
 
 def _is_gguf(fields: Fields) -> bool:
@@ -356,12 +358,12 @@ def _is_gguf(fields: Fields) -> bool:
 
 def refuse_quantised(fields: Fields, int4: bool = True, mxfp4: bool = False) -> None:
     """Raise `ModelError` for safetensors that are quantised to what cannot be read. `int4`, `mxfp4`: 4 bits
-    are served so of this architecture."""
+    are served so of this architecture; 8 bits are of all."""
     where, name = "config.json: quantization_config", architecture_of(fields)
     if not mxfp4 and read_mxfp4(fields.group("quantization_config")):
         raise ModelError(f"{where}: quant_method 'mxfp4' is not served of {name}. {SERVED}")
-    found = _stored_int4(fields)
-    if found is not None and not int4:
+    found = _stored_integers(fields)
+    if isinstance(found, Int4) and not int4:
         raise ModelError(
             f"{where}: {found.format} is not served of {name}: "
             "experts and encoders in 4 bits are not supported, but for mxfp4 of gpt-oss. Use an FP8 or the "

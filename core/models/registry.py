@@ -14,7 +14,7 @@ from core.errors import ModelError
 from core.models import deepseek, hybrid, pooled, read, unlisted
 from core.models.fields import Config, Fields
 from core.models.gguf import READ_FROM_GGUF
-from core.models.spec import Int4, ModelSpec, PoolingSpec, Task
+from core.models.spec import ModelSpec, PoolingSpec, Task
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -127,8 +127,9 @@ class Served(NamedTuple):
 
     architecture: str
     task: Task
-    fp8: bool
-    """Also checkpoints in FP8, and FP8 while loading (`--quantization`)."""
+    eight_bits: bool
+    """Also checkpoints in FP8 and in int8 (W8A8 of compressed-tensors), and both while loading
+    (`--quantization`)."""
     int4: bool
     """Also checkpoints in 4 bits: AWQ, GPTQ, and W4A16 of compressed-tensors."""
     mxfp4: bool
@@ -143,7 +144,7 @@ def served() -> list[Served]:
         Served(
             name,
             "classify" if name.endswith(_CLASSIFIES) else "embed" if name.endswith("Model") else "generate",
-            fp8=name.removesuffix(_CLASSIFIES).removesuffix("Model") not in _ENCODERS,
+            eight_bits=name.removesuffix(_CLASSIFIES).removesuffix("Model") not in _ENCODERS,
             int4=family.int4,
             mxfp4=family.mxfp4,
             gguf=name in READ_FROM_GGUF,
@@ -189,15 +190,15 @@ def runs_natively(config: Config, embeds: bool = False) -> bool:
     return True
 
 
-def _by_our_names(int4: Int4, family: Family) -> Int4:
+def _by_our_names(plain: tuple[str, ...], family: Family) -> tuple[str, ...]:
     """Layers that are not quantised also by the names that they have here."""
-    plain = list(int4.plain)
-    for each in int4.plain:
+    found = list(plain)
+    for each in plain:
         for theirs, ours in family.renamed.items():
             each = each.replace(theirs, ours)
         stacked = [(whole, parts) for whole, parts in family.fused.items() if whole in each]
-        plain += [each.replace(whole, part) for whole, parts in stacked for part in parts] or [each]
-    return msgspec.structs.replace(int4, plain=tuple(dict.fromkeys(plain)))
+        found += [each.replace(whole, part) for whole, parts in stacked for part in parts] or [each]
+    return tuple(dict.fromkeys(found))
 
 
 def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
@@ -214,7 +215,11 @@ def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
         read.refuse_quantised(fields, family.int4, family.mxfp4)
     spec = family.read(fields)
     if (int4 := spec.stored_int4) is not None:
-        spec = msgspec.structs.replace(spec, stored_int4=_by_our_names(int4, family))
+        int4 = msgspec.structs.replace(int4, plain=_by_our_names(int4.plain, family))
+        spec = msgspec.structs.replace(spec, stored_int4=int4)
+    if (w8a8 := spec.stored_w8a8) is not None:
+        w8a8 = msgspec.structs.replace(w8a8, plain=_by_our_names(w8a8.plain, family))
+        spec = msgspec.structs.replace(spec, stored_w8a8=w8a8)
     if pooling is not None and spec.task == "embed":
         return msgspec.structs.replace(spec, pooling=pooling)
     return spec

@@ -98,10 +98,10 @@ def test_models_lists_what_is_served() -> None:
     assert (done.returncode, done.stderr, head) == (0, "", [*HEAD, "WEIGHTS"])
     assert [row[0] for row in rows] == sorted(FAMILIES)
     table = {name: tuple(row) for name, *row in rows}
-    fine = "safetensors, fp8, awq, gptq, w4a16"
+    fine = "safetensors, fp8, int8, awq, gptq, w4a16"
     assert table["Qwen3MoeForCausalLM"] == (
         *("generate", "native", "hermes", "think"),
-        "safetensors, fp8, gguf",
+        "safetensors, fp8, int8, gguf",
     )
     assert table["Phi3ForCausalLM"] == ("generate", "native", "phi4_mini_json", "-", fine)
     assert table["BertModel"] == ("embed", "native", "-", "-", "safetensors")

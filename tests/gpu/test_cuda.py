@@ -25,7 +25,7 @@ from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.step.steps import Forward
 from gpu.thread import device_thread
-from tests.rigs import mxfp4_files, tiny_model
+from tests.rigs import int8_files, mxfp4_files, tiny_model
 from tests.rigs.captured import full, same_text
 from tests.rigs.configurations import TINY_CONFIGURATIONS
 from tests.rigs.driver import Answer, Driver
@@ -220,19 +220,31 @@ def test_bfloat16_is_within_its_own_error(path: Path) -> None:
     assert (apart > 0.15).sum() <= (spec_of(path).moe is not None), apart
 
 
-@pytest.mark.parametrize("chosen", [{"kv_dtype": "fp8"}, {"quantization": "fp8"}], ids=["pages", "weights"])
-def test_fp8_is_near_and_graphs_change_nothing(path: Path, chosen: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [{"kv_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int8"}],
+    ids=["pages", "weights", "int8"],
+)
+def test_8_bits_are_near_and_graphs_change_nothing(path: Path, chosen: dict[str, str]) -> None:
     if not spec_of(path).causal:
         pytest.skip("it keeps no pages, and runs in plain torch")
     if "kv_dtype" in chosen and (spec_of(path).linear or spec_of(path).latent):
         pytest.skip("refused by its name")
-    check_fp8(path, chosen)
+    check_coarse(path, chosen)
 
 
 def test_blocks_are_near_and_graphs_change_nothing(tmp_path: Path) -> None:
     """In a model whose matrices have whole blocks: in others these would stay as they are."""
     path = tiny_model.build("qwen3-moe-wide", tmp_path).path
-    check_fp8(path, {"quantization": "fp8-blocks"})
+    check_coarse(path, {"quantization": "fp8-blocks"})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_w8a8_is_near_and_graphs_change_nothing(dtype: str, tmp_path: Path) -> None:
+    """Matrices and experts, and layers that the checkpoint leaves as they are."""
+    path, plain = (tiny_model.build("qwen3-moe-mixed", tmp_path / name).path for name in ("coarse", "plain"))
+    int8_files.quantise(path, int8_files.changed("re:.*o_proj"))
+    check_near(path, plain, dtype, {})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -251,7 +263,7 @@ def test_mxfp4_is_near_and_graphs_change_nothing(tmp_path: Path) -> None:
     check_near(made.path, tmp_path / "plain", "bfloat16", {})
 
 
-def check_fp8(path: Path, chosen: dict[str, str]) -> None:
+def check_coarse(path: Path, chosen: dict[str, str]) -> None:
     check_near(path, path, "bfloat16", chosen)
 
 

@@ -26,7 +26,7 @@ from gpu.parts import Target
 from gpu.shard import Shard
 from gpu.weight_formats import choose_fp8, choose_int4, shard_spec
 from gpu.weights import load_model
-from tests.rigs import lora, tiny_model
+from tests.rigs import int8_files, lora, tiny_model
 from tests.rigs.driver import Answer, Driver
 from tests.rigs.int4_files import KINDS, WIDE, Kind, awq, change, gptq, pack_quantized, plain_of, quantise
 from tests.rigs.runner import CPU
@@ -295,10 +295,7 @@ REFUSED = {
     "marlin": (changed(gptq, checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
     "head": (changed(gptq, lm_head=True), "lm_head True"),
     "dynamic": (changed(gptq, dynamic={"-:x": {}}), "dynamic"),
-    "w8a8": (
-        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}},
-        "format 'int-quantized' is not served, 'pack-quantized' is",
-    ),
+    "w8a8 and w4a16": (changed(pack_quantized, format="mixed-precision"), "format 'mixed-precision'"),
     "w8a16": (scheme(num_bits=8), "num_bits 8"),
     "w4a16 by tensor": (scheme(strategy="tensor"), "strategy 'tensor' is not served, 'group' or 'channel'"),
     "w4a16 with act-order": (scheme(actorder="group"), "actorder 'group'"),
@@ -321,7 +318,9 @@ def test_what_is_refused_names_the_field_and_what_is_served(config: dict[str, An
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-@pytest.mark.parametrize("told", [*(kind.config for kind in KINDS.values()), FP8], ids=[*KINDS, "fp8"])
+@pytest.mark.parametrize(
+    "told", [*(kind.config for kind in KINDS.values()), FP8, int8_files.CONFIG], ids=[*KINDS, "fp8", "w8a8"]
+)
 def test_any_field_may_be_missing_or_of_another_type(told: dict[str, Any]) -> None:
     """It is served or refused by name: nothing else is raised."""
     served, qwen3 = 0, json.loads((QWEN3_AWQ / "config.json").read_text())
@@ -332,7 +331,7 @@ def test_any_field_may_be_missing_or_of_another_type(told: dict[str, Any]) -> No
             inner[path[-1]] = value
             try:
                 spec = model_spec(qwen3 | {"quantization_config": config})
-                served += bool(spec.stored_int4) != bool(spec.stored_fp8)
+                served += bool(spec.stored_int4) + bool(spec.stored_fp8) + bool(spec.stored_w8a8) == 1
             except ModelError as error:
                 assert str(error).startswith("config.json: ")
     assert served > 0

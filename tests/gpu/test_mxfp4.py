@@ -67,7 +67,7 @@ def test_what_is_packed_can_be_unpacked(inputs: int) -> None:
 def test_logits_are_those_of_transformers(plain: tuple[int, ...], held: bool, tmp_path: Path) -> None:
     tiny = build(tmp_path, *plain)
     want = tiny_model.logits(tiny.reference, PROMPT)[-1]
-    rig = Rig(tiny.path, mxfp4=held)
+    rig = Rig(tiny.path, spec=spec(tiny.path, held))
     rig.step(chunks=[Chunk(1, 0, ints(PROMPT[:9]), False)], new=[rig.new(1, PROMPT)])
     rig.step(chunks=[Chunk(1, 9, ints(PROMPT[9:]), True)])
     torch.testing.assert_close(rig.watched.seen[0], want, atol=1e-4, rtol=0)

@@ -12,6 +12,7 @@ import torch
 
 from core.adapters import AdapterLimits
 from core.command import Action, Command
+from core.models import ModelSpec
 from core.plan import Chunk, NewSlot, PageWrites, Save, StepPlan, StepResult
 from core.request import SamplingParams
 from gpu.adapting import plan_adapters
@@ -73,13 +74,11 @@ class Rig:
         tokens: int = 1024,
         consecutive: bool = False,
         adapters: AdapterLimits | None = None,
-        mxfp4: bool = False,
+        spec: ModelSpec | None = None,
         checkpoints: int = 8,
     ) -> None:
-        """`mxfp4`: hold experts as the checkpoint has them."""
-        self.spec = spec_of(path)
-        if mxfp4:
-            self.spec = msgspec.structs.replace(self.spec, mxfp4=self.spec.stored_mxfp4)
+        """`spec` says how matrices are held; None: in float32."""
+        self.spec = spec_of(path) if spec is None else spec
         self.page_size = page_size
         pages = tokens // page_size + 1
         self.model = load_model(self.spec, path, torch.float32, CPU)
