@@ -23,11 +23,10 @@ import platform
 import torch
 from torch import Tensor
 
-TOP = 127
-"""The largest number of a weight; the smallest is its negative."""
+from gpu.quant import INT8, quantise, restore
 
 DIGIT = 63
-"""The same of a digit of an activation."""
+"""The largest digit of an activation; the smallest is its negative."""
 
 LEAST = 1e-30
 """What the largest number of a row is taken for at least: zeros have a scale all the same."""
@@ -52,26 +51,14 @@ def runs_here() -> bool:
     return x86 and torch._C._has_mkldnn and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers int8 [outputs, inputs] and scales float32 [outputs] of `weight` [outputs, inputs]."""
-    f = weight.float()
-    scale = torch.linalg.vector_norm(f, torch.inf, -1).clamp_(min=LEAST) / TOP
-    return (f / scale[:, None]).round_().to(torch.int8), scale
-
-
 def store(place: Tensor, scale: Tensor, weight: Tensor) -> None:
     """Quantise `weight` [outputs, inputs] into `place`, int8, and its `scale` [outputs]."""
     step = max(SLAB // weight.shape[1], 1)
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)
-        numbers, scales = quantise(weight[rows])
+        numbers, scales = quantise(weight[rows], INT8)
         place[rows].copy_(numbers)
         scale[rows].copy_(scales)
-
-
-def restore(numbers: Tensor, scale: Tensor) -> Tensor:
-    """float32 [outputs, inputs] of a matrix that is not packed."""
-    return numbers.float() * scale[:, None]
 
 
 def pack(numbers: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def test_the_error_of_an_unsupported_checkpoint_has_the_reason(tmp_path: Path) -
     (dummy / "config.json").write_text(json.dumps({**config, "architectures": ["MysteryForCausalLM"]}))
     unknown = run_to_end(*flags(dummy))
     assert (unknown.returncode, "MysteryForCausalLM" in unknown.stderr) == (2, True)
-    (dummy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**7}))
+    (dummy / "config.json").write_text(json.dumps({**config, "intermediate_size": 10**9}))
     huge = run_to_end(*flags(dummy))
     assert huge.returncode == 2
     assert "memory" in huge.stderr.splitlines()[-1]

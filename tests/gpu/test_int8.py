@@ -17,7 +17,7 @@ from core.adapters import LINEAR, AdapterLimits
 from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.models import ModelSpec
 from core.request import SamplingParams
-from gpu import int8
+from gpu import int8, quant
 from gpu.build import Beside, build_executor, spec_of
 from gpu.device import CudaFacts
 from gpu.layers import Linear
@@ -56,10 +56,10 @@ def test_a_product_is_that_of_the_weights(rows: int, inputs: int, outputs: int) 
     x, bias = torch.randn(rows, inputs), torch.randn(outputs)
     x[:, 3] *= 300  # one that leaves the others few digits
     x[0] = 0
-    numbers, scale = int8.quantise(torch.randn(outputs, inputs) * 0.02)
+    numbers, scale = quant.quantise(torch.randn(outputs, inputs) * 0.02, quant.INT8)
     found = int8.product(x, int8.pack(numbers), scale, bias)
     step = x.abs().amax(1, keepdim=True) / int8.DIGIT / (2 * int8.DIGIT)
-    bound = step / 2 * int8.restore(numbers, scale).abs().sum(1) * 1.01 + 1e-5
+    bound = step / 2 * quant.restore(numbers, scale).abs().sum(1) * 1.01 + 1e-5
     assert ((found - exact(x, numbers, scale) - bias).abs() <= bound).all()
     assert torch.equal(found[0], bias)
 
@@ -67,7 +67,7 @@ def test_a_product_is_that_of_the_weights(rows: int, inputs: int, outputs: int) 
 def test_the_largest_numbers_do_not_overflow() -> None:
     """Sums of pairs fit into 16 bits, where a CPU adds them so, and all of them into 32."""
     inputs = 8960
-    numbers = torch.full((3, inputs), int8.TOP, dtype=torch.int8)
+    numbers = torch.full((3, inputs), 127, dtype=torch.int8)
     numbers[1].neg_()
     numbers[2, ::2].neg_()
     x, scale = torch.ones(2, inputs), torch.ones(3)
@@ -78,12 +78,12 @@ def test_the_largest_numbers_do_not_overflow() -> None:
 
 
 def test_no_rows() -> None:
-    numbers, scale = int8.quantise(torch.randn(16, 32))
+    numbers, scale = quant.quantise(torch.randn(16, 32), quant.INT8)
     assert int8.product(torch.zeros(0, 32), int8.pack(numbers), scale).shape == (0, 16)
 
 
 def test_what_is_no_number_stays_none() -> None:
-    numbers, scale = int8.quantise(torch.randn(16, 32))
+    numbers, scale = quant.quantise(torch.randn(16, 32), quant.INT8)
     x = torch.ones(3, 32)
     x[1, 5] = torch.nan
     found = int8.product(x, int8.pack(numbers), scale)
@@ -97,7 +97,7 @@ def test_rows_of_a_table() -> None:
     int8.store(numbers, scale, weight)
     ids = torch.tensor([49, 0, 7, 7])
     assert len(table) == 50
-    assert torch.equal(int8.gather(table, ids), int8.restore(numbers, scale)[ids])
+    assert torch.equal(int8.gather(table, ids), quant.restore(numbers, scale)[ids])
     torch.testing.assert_close(int8.gather(table, ids), weight[ids], atol=4 / 254, rtol=0)
     assert torch.equal(int8.gather(weight, ids), weight[ids])
 
@@ -136,7 +136,7 @@ def test_matrices_of_a_gguf_and_its_tables(
         if weight.dim() == 1:
             assert torch.equal(places[name], weight)
             continue
-        numbers, scale = int8.quantise(weight)
+        numbers, scale = quant.quantise(weight, quant.INT8)
         assert torch.equal(places[name], numbers)
         assert torch.equal(places[name + "_scale"], scale)
 
@@ -158,7 +158,7 @@ def test_a_rank_quantises_its_part(make: Callable[[Path], Path], tmp_path: Path)
         for name, place in model.places().items():
             if place.dtype == torch.int8:
                 own = model.slices[name].of(want[name])
-                numbers, scale = int8.quantise(own)
+                numbers, scale = quant.quantise(own, quant.INT8)
                 assert torch.equal(place, numbers)
                 assert torch.equal(model.places()[name + "_scale"], scale)
 
@@ -189,7 +189,7 @@ def test_random_weights(tmp_path: Path) -> None:
     file = gguf_of("llama", tmp_path)
     places = load_model(held(file), None, torch.float32, CPU).places()
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
-        assert 0.015 < float(int8.restore(places[name], places[name + "_scale"]).std()) < 0.025
+        assert 0.015 < float(quant.restore(places[name], places[name + "_scale"]).std()) < 0.025
 
 
 def test_where_8_bits_are_held(tmp_path: Path) -> None:
