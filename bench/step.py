@@ -336,8 +336,8 @@ def main() -> None:
     parser.add_argument("--host-only", action="store_true", help="run steps without their work")
     args, rest = parser.parse_known_args()
     config = parse(rest)
-    if args.trace and (config.model.device == "cpu" or not torch.cuda.is_available()):
-        parser.error("--trace needs a GPU")
+    if (args.trace or args.experts) and (config.model.device == "cpu" or not torch.cuda.is_available()):
+        parser.error("--trace and --experts need a GPU")
     source = Path(config.model.model)
     begun = time.perf_counter()
     watch = ExpertWatch(spec_of(source), max(args.rows), torch.device("cuda")) if args.experts else None
