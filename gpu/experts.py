@@ -45,7 +45,7 @@ class Experts(NamedTuple):
     scales       of w13 and w2 where they are e4m3 or int8: float32 [experts, 2 * width] and [experts,
     hidden],
                  or of e4m3 [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128];
-                 or where they are MXFP4, both as `gpu.mxfp4` packs them
+                 or where they are MXFP4, both as `gpu.quant.mxfp4` packs them
     lora         what adapters add to both, in steps with adapters
     biases       [experts, 2 * width] and [experts, hidden], where there are any; of ranks the first adds the
                  second one alone

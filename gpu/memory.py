@@ -15,7 +15,7 @@ from core.models import ModelSpec
 from core.models.quant import MXFP4_GROUP
 from gpu.kv.pool import KvPool
 from gpu.kv.states import StatePool
-from gpu.quant import FP8
+from gpu.quant.scaled import FP8
 
 GIB = 2**30
 

@@ -10,10 +10,10 @@ from core.errors import ConfigError
 from core.models import ModelSpec
 from core.models.quant import BLOCK, MXFP4_GROUP
 from core.models.spec import W8A8, Fp8, Int4, Mxfp4
-from gpu import int8
 from gpu.device import HOPPER
-from gpu.int4 import SPANS, WORD, span
 from gpu.parts import Target
+from gpu.quant import int8
+from gpu.quant.int4 import SPANS, WORD, span
 from gpu.weights.int4 import EIGHT
 
 

@@ -50,7 +50,7 @@ from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
 from gpu.lora import LoraExperts
 from gpu.ops.base import Matrix
 from gpu.ops.scaled import scaled_linear
-from gpu.quant import FP8, dtype_of, scale_shape
+from gpu.quant.scaled import FP8, dtype_of, scale_shape
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

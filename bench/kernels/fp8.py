@@ -38,7 +38,7 @@ from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
 from gpu.ops.fused import cublas_gemm
 from gpu.ops.scaled import scaled_linear
-from gpu.quant import FP8, quantise, quantise_blocks, scale_shape
+from gpu.quant.scaled import FP8, quantise, quantise_blocks, scale_shape
 
 ROWS = (1, 8, 32, 64, 128, 512, 4096)
 

@@ -1,9 +1,9 @@
 """Times of GEMMs of 4-bit weights beside bfloat16: `python -m bench.kernels.int4`.
 
 Written to bench/results/int4.json: microseconds of Qwen3-8B's four GEMMs, as a step has them, and the share
-of the bandwidth (`gpu.int4`, groups of 128; over several matrices that together exceed the L2 cache). gate_up
-includes SiLU. Every product is first compared with that of the weights it stands for. `--cuts` times other
-cuts, and weights turned into 16 bits for cuBLAS, instead and only prints them.
+of the bandwidth (`gpu.quant.int4`, groups of 128; over several matrices that together exceed the L2 cache).
+gate_up includes SiLU. Every product is first compared with that of the weights it stands for. `--cuts` times
+other cuts, and weights turned into 16 bits for cuBLAS, instead and only prints them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from bench.kernels.timing import BANDWIDTH, microseconds
 from bench.results import save
 from gpu.attention.backend import AttentionBackend
 from gpu.device import HOPPER
-from gpu.int4 import WORD, pack, quantise, restore, span
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.int4 import Int4Config, int4_config, int4_gemm, int4_restore
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
 from gpu.ops.fused import Kernels, multiply
+from gpu.quant.int4 import WORD, pack, quantise, restore, span
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048)
 

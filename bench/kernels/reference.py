@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.models import ClampedGate
-from gpu.quant import quantise, quantise_groups, restore
+from gpu.quant.scaled import quantise, quantise_groups, restore
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,7 +26,7 @@ Int4Format = Literal["awq", "gptq", "gptq_v2", "pack-quantized"]
 """Whose tensors hold 4-bit weights. GPTQ's first format has zero points less 1."""
 
 Held8 = Literal["", "int8"]
-"""Whether matrices have 8-bit integers with a scale for each output (`gpu.int8`)."""
+"""Whether matrices have 8-bit integers with a scale for each output (`gpu.quant.int8`)."""
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from core.models import Held, Int4
-from gpu import int8
-from gpu.int4 import WORD, span
 from gpu.lora import LoraMatrix
 from gpu.ops.base import Matrix, Ops
 from gpu.ops.plain import gate
-from gpu.quant import dtype_of, scale_shape
+from gpu.quant import int8
+from gpu.quant.int4 import WORD, span
+from gpu.quant.scaled import dtype_of, scale_shape
 
 Places = dict[str, torch.Tensor]
 """Checkpoint name to the view its tensor is copied into."""

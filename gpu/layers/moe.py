@@ -8,14 +8,14 @@ import torch
 
 from core.models import ModelSpec, MoeSpec
 from core.models.quant import MXFP4_GROUP
-from gpu import mxfp4
 from gpu.context import ForwardContext
 from gpu.experts import Choice, Experts
 from gpu.layers.linear import Linear
 from gpu.layers.parameters import Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Part
-from gpu.quant import dtype_of, scale_shape
+from gpu.quant import mxfp4
+from gpu.quant.scaled import dtype_of, scale_shape
 from gpu.shard import COLUMN, ROW
 
 

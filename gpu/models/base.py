@@ -23,7 +23,7 @@ class CausalModel(ABC):
     """
 
     embedding: torch.Tensor
-    """Of tokens, [vocab_size, hidden], or of 8 bits (`gpu.int8.new_table`)."""
+    """Of tokens, [vocab_size, hidden], or of 8 bits (`gpu.quant.int8.new_table`)."""
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard = ALONE

@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 
 from core.models import ModelSpec, Norms
-from gpu import int8
 from gpu.context import AuxStates, ForwardContext
 from gpu.layers import (
     Attention,
@@ -28,6 +27,7 @@ from gpu.layers import (
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
 from gpu.ops.base import Matrix, Ops, Part, PendingExperts, Rotation
+from gpu.quant import int8
 from gpu.shard import ALONE, COLUMN, Shard, Split
 
 

@@ -27,10 +27,10 @@ class Matrix(NamedTuple):
     """Of products x Wᵀ + b: `weight` [outputs, inputs] contiguous, `bias` [outputs].
 
     With a `scale` the weight is e4m3 or int8, and `x` is quantised to the same: with float32 [outputs] by
-    row, of e4m3 with [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`); or it has 4 bits, int16
-    [outputs, inputs / 4] with a scale [inputs / group, outputs, 2] in x's dtype (`gpu.int4`). int8 on a CPU
-    may also be of `gpu.int8`, which its layer packs and multiplies. `lora` is what adapters add to it, in
-    steps with adapters.
+    row, of e4m3 with [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant.scaled`); or it has 4 bits,
+    int16 [outputs, inputs / 4] with a scale [inputs / group, outputs, 2] in x's dtype (`gpu.quant.int4`).
+    int8 on a CPU may also be of `gpu.quant.int8`, which its layer packs and multiplies. `lora` is what
+    adapters add to it, in steps with adapters.
     """
 
     weight: Tensor
@@ -85,8 +85,8 @@ class Ops(Protocol):
         ...
 
     def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
-        """Rows of `table` [vocab, hidden], on a CPU also of `gpu.int8.new_table`, with what adapters add: a
-        new [n, hidden], which becomes the residual."""
+        """Rows of `table` [vocab, hidden], on a CPU also of `gpu.quant.int8.new_table`, with what adapters
+        add: a new [n, hidden], which becomes the residual."""
         ...
 
     def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:

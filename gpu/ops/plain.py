@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.models import ClampedGate
-from gpu import int4, int8, mxfp4
 from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Choice, Experts
 from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, Rotation, WideNorms
-from gpu.quant import INT8, integer_sums, quantise, quantise_groups, restore
+from gpu.quant import int4, int8, mxfp4
+from gpu.quant.scaled import INT8, integer_sums, quantise, quantise_groups, restore
 from gpu.state.view import StepView
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {

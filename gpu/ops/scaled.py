@@ -16,7 +16,7 @@ from gpu.kernels.gemm.scaled import SMALLEST, scaled_gemm, scaled_gemm_config
 from gpu.kernels.gemm.skinny import Scales, skinny_gemm, skinny_scaled_config
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
-from gpu.quant import INT8
+from gpu.quant.scaled import INT8
 
 
 def scaled_linear(

@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 import torch
 
-from gpu.int4 import WORD, pack, quantise, span
 from gpu.layers.linear import Places
-from gpu.quant import EIGHT_BITS, quantise_like
+from gpu.quant.int4 import WORD, pack, quantise, span
+from gpu.quant.scaled import EIGHT_BITS, quantise_like
 from gpu.shard import Slices
 
 _MXFP4_SCALE = 120

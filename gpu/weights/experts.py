@@ -3,7 +3,8 @@
     experts.gate_up_proj    [experts, hidden, 2 * width]    experts.gate_up_proj_bias    [experts, 2 * width]
     experts.down_proj       [experts, width, hidden]        experts.down_proj_bias       [experts, hidden]
 
-where of gate_up every other output is gate's, from the first on. In MXFP4 (`gpu.mxfp4`) outputs come first:
+where of gate_up every other output is gate's, from the first on. In MXFP4 (`gpu.quant.mxfp4`) outputs come
+first:
 
     experts.gate_up_proj_blocks    uint8 [experts, 2 * width, hidden / 32, 16]
     experts.gate_up_proj_scales    uint8 [experts, 2 * width, hidden / 32]

@@ -13,8 +13,8 @@ from core.env import read_object
 from core.errors import ModelError
 from core.models import Int4
 from core.models.quant import MXFP4_GROUP
-from gpu.mxfp4 import MOST, restore
-from gpu.quant import EIGHT_BITS
+from gpu.quant.mxfp4 import MOST, restore
+from gpu.quant.scaled import EIGHT_BITS
 from gpu.thread import device_thread
 from gpu.weights.experts import Stack
 from gpu.weights.fill import Filler

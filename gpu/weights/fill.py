@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from core.errors import ModelError
-from gpu import int8
-from gpu.int4 import WORD
 from gpu.layers.linear import Places
-from gpu.quant import EIGHT_BITS, FP8
+from gpu.quant import int8
+from gpu.quant.int4 import WORD
+from gpu.quant.scaled import EIGHT_BITS, FP8
 from gpu.shard import Slices
 from gpu.weights.experts import Stack, stack_of
 from gpu.weights.fp8 import store

@@ -16,7 +16,7 @@ import torch
 
 from core.errors import ModelError
 from core.models.quant import BLOCK
-from gpu.quant import quantise_like
+from gpu.quant.scaled import quantise_like
 from gpu.weights.stage import Copy
 
 SCALES = ("_scale_inv", "_scale")

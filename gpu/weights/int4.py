@@ -1,4 +1,4 @@
-"""4-bit weights of checkpoints, and how they get into the layout of `gpu.int4`.
+"""4-bit weights of checkpoints, and how they get into the layout of `gpu.quant.int4`.
 
 A layer has no `weight` but several tensors. int32 words hold eight numbers each, the first in the lowest
 bits, of AWQ in the order 0, 2, 4, 6, 1, 3, 5, 7:
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from core.errors import ModelError
 from core.models import Int4
-from gpu.int4 import expand, pack, span
+from gpu.quant.int4 import expand, pack, span
 from gpu.weights.stage import Copy
 
 EIGHT = 8
@@ -146,7 +146,7 @@ class Packed(NamedTuple):
         return self._replace(tensors=found)
 
     def unpack(self) -> tuple[Tensor, Tensor]:
-        """Numbers uint8 [outputs, inputs], and scale float32 [groups, outputs, 2] (`gpu.int4`)."""
+        """Numbers uint8 [outputs, inputs], and scale float32 [groups, outputs, 2] (`gpu.quant.int4`)."""
         kind, tensors = self.int4.format, self.tensors
         if kind == "pack-quantized":
             numbers, scales = _numbers(tensors["weight_packed"]), tensors["weight_scale"].t()

@@ -20,7 +20,7 @@ from gpu.kv.pool import KvPool
 from gpu.layers import Linear
 from gpu.layers.moe import expert_scales
 from gpu.ops import TorchOps
-from gpu.quant import FP8, quantise, quantise_blocks, restore
+from gpu.quant.scaled import FP8, quantise, quantise_blocks, restore
 from gpu.state.view import StepView
 from gpu.thread import device_thread
 from gpu.weights import load_model

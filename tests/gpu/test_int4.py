@@ -20,9 +20,9 @@ from core.models import ModelSpec, runs_natively
 from core.request import SamplingParams
 from gpu.build import Beside, build_executor, model_spec, spec_of
 from gpu.device import CudaFacts
-from gpu.int4 import restore
 from gpu.memory import plan_memory
 from gpu.parts import Target
+from gpu.quant.int4 import restore
 from gpu.shard import Shard
 from gpu.weight_formats import choose_fp8, choose_int4, shard_spec
 from gpu.weights import load_model

@@ -17,13 +17,13 @@ from core.adapters import LINEAR, AdapterLimits
 from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.models import ModelSpec
 from core.request import SamplingParams
-from gpu import int8, quant
 from gpu.build import Beside, build_executor, spec_of
 from gpu.device import CudaFacts
 from gpu.layers import Linear
 from gpu.memory import plan_memory
 from gpu.models.base import CausalModel
 from gpu.parts import Target
+from gpu.quant import int8, scaled
 from gpu.shard import Shard
 from gpu.weight_formats import choose_int8, shard_spec
 from gpu.weights import load_model
@@ -56,10 +56,10 @@ def test_a_product_is_that_of_the_weights(rows: int, inputs: int, outputs: int) 
     x, bias = torch.randn(rows, inputs), torch.randn(outputs)
     x[:, 3] *= 300  # one that leaves the others few digits
     x[0] = 0
-    numbers, scale = quant.quantise(torch.randn(outputs, inputs) * 0.02, quant.INT8)
+    numbers, scale = scaled.quantise(torch.randn(outputs, inputs) * 0.02, scaled.INT8)
     found = int8.product(x, int8.pack(numbers), scale, bias)
     step = x.abs().amax(1, keepdim=True) / int8.DIGIT / (2 * int8.DIGIT)
-    bound = step / 2 * quant.restore(numbers, scale).abs().sum(1) * 1.01 + 1e-5
+    bound = step / 2 * scaled.restore(numbers, scale).abs().sum(1) * 1.01 + 1e-5
     assert ((found - exact(x, numbers, scale) - bias).abs() <= bound).all()
     assert torch.equal(found[0], bias)
 
@@ -78,12 +78,12 @@ def test_the_largest_numbers_do_not_overflow() -> None:
 
 
 def test_no_rows() -> None:
-    numbers, scale = quant.quantise(torch.randn(16, 32), quant.INT8)
+    numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
     assert int8.product(torch.zeros(0, 32), int8.pack(numbers), scale).shape == (0, 16)
 
 
 def test_what_is_no_number_stays_none() -> None:
-    numbers, scale = quant.quantise(torch.randn(16, 32), quant.INT8)
+    numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
     x = torch.ones(3, 32)
     x[1, 5] = torch.nan
     found = int8.product(x, int8.pack(numbers), scale)
@@ -97,7 +97,7 @@ def test_rows_of_a_table() -> None:
     int8.store(numbers, scale, weight)
     ids = torch.tensor([49, 0, 7, 7])
     assert len(table) == 50
-    assert torch.equal(int8.gather(table, ids), quant.restore(numbers, scale)[ids])
+    assert torch.equal(int8.gather(table, ids), scaled.restore(numbers, scale)[ids])
     torch.testing.assert_close(int8.gather(table, ids), weight[ids], atol=4 / 254, rtol=0)
     assert torch.equal(int8.gather(weight, ids), weight[ids])
 
@@ -130,13 +130,13 @@ def test_matrices_of_a_gguf_and_its_tables(
     file = gguf_of("llama", tmp_path, kind)
     want = load_model(spec_of(file), file, torch.float32, CPU).places()
     monkeypatch.setattr("gpu.weights.gguf._SLAB", 3 * 128)
-    monkeypatch.setattr("gpu.int8.SLAB", 2 * 128)
+    monkeypatch.setattr("gpu.quant.int8.SLAB", 2 * 128)
     places = load_model(held(file), file, torch.float32, CPU).places()
     for name, weight in want.items():
         if weight.dim() == 1:
             assert torch.equal(places[name], weight)
             continue
-        numbers, scale = quant.quantise(weight, quant.INT8)
+        numbers, scale = scaled.quantise(weight, scaled.INT8)
         assert torch.equal(places[name], numbers)
         assert torch.equal(places[name + "_scale"], scale)
 
@@ -158,7 +158,7 @@ def test_a_rank_quantises_its_part(make: Callable[[Path], Path], tmp_path: Path)
         for name, place in model.places().items():
             if place.dtype == torch.int8:
                 own = model.slices[name].of(want[name])
-                numbers, scale = quant.quantise(own, quant.INT8)
+                numbers, scale = scaled.quantise(own, scaled.INT8)
                 assert torch.equal(place, numbers)
                 assert torch.equal(model.places()[name + "_scale"], scale)
 
@@ -189,7 +189,7 @@ def test_random_weights(tmp_path: Path) -> None:
     file = gguf_of("llama", tmp_path)
     places = load_model(held(file), None, torch.float32, CPU).places()
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
-        assert 0.015 < float(quant.restore(places[name], places[name + "_scale"]).std()) < 0.025
+        assert 0.015 < float(scaled.restore(places[name], places[name + "_scale"]).std()) < 0.025
 
 
 def test_where_8_bits_are_held(tmp_path: Path) -> None:

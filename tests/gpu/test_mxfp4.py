@@ -14,11 +14,11 @@ from core.config import CacheConfig, ModelConfig
 from core.errors import ConfigError, ModelError
 from core.models import ModelSpec, read_spec
 from core.plan import Chunk
-from gpu import mxfp4
 from gpu.build import spec_of
 from gpu.device import CudaFacts
 from gpu.memory import GIB, plan_memory
 from gpu.parts import Target
+from gpu.quant import mxfp4
 from gpu.shard import Shard
 from gpu.weight_formats import choose_fp8, choose_mxfp4, shard_spec
 from gpu.weights import load_model

@@ -16,7 +16,7 @@ from gpu.build import spec_of
 from gpu.layers import Parameters
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Decoder
-from gpu.quant import dtype_of, quantise, quantise_blocks
+from gpu.quant.scaled import dtype_of, quantise, quantise_blocks
 from gpu.shard import COLUMN, ROW, Shard
 from gpu.weight_formats import shard_spec
 from gpu.weights import load_model

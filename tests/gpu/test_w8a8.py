@@ -25,7 +25,7 @@ from gpu.kernels.moe.tuned import MoeShape, rule, weight_name
 from gpu.layers.moe import expert_scales
 from gpu.memory import plan_memory
 from gpu.parts import Target
-from gpu.quant import FP8, INT8, integer_sums, quantise, restore
+from gpu.quant.scaled import FP8, INT8, integer_sums, quantise, restore
 from gpu.shard import Shard
 from gpu.weight_formats import choose_fp8, choose_int8, choose_w8a8, shard_spec
 from gpu.weights import load_model
@@ -57,7 +57,7 @@ def coarse(name: str, folder: Path, config: dict[str, Any] = CONFIG, **more: Any
 def test_sums_are_exact(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On any CPU, at numbers as large as there are; in parts that float32 has exactly."""
     if not exact:
-        monkeypatch.setattr("gpu.quant.int_mm_is_exact", lambda: False)
+        monkeypatch.setattr("gpu.quant.scaled.int_mm_is_exact", lambda: False)
     for rows, outputs, inputs in ((0, 16, 16), (1, 64, 1024), (5, 48, 2064), (70, 80, 1040)):
         x, weight = (torch.randint(-127, 128, (n, inputs), dtype=INT8) for n in (rows, outputs))
         x[:2], weight[0], weight[1] = 127, 127, -128

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu.quant import FP8
+from gpu.quant.scaled import FP8
 
 TOP = 448.0
 """The largest e4m3."""

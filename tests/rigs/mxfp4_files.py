@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from gpu import mxfp4
+from gpu.quant import mxfp4
 
 EXCEPTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 """`modules_to_not_convert` of openai/gpt-oss-20b."""

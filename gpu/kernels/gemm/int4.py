@@ -1,5 +1,5 @@
-"""y = x Wᵀ of weights of 4 bits (`gpu.int4`) for up to some hundred rows, at the speed at which the weights
-are read, and these weights in 16 bits for products of more.
+"""y = x Wᵀ of weights of 4 bits (`gpu.quant.int4`) for up to some hundred rows, at the speed at which the
+weights are read, and these weights in 16 bits for products of more.
 
 As in `skinny_gemm` the weights are the left operand of the tensor cores and the rows, padded to 8, 16, 32 or
 64, their narrow right side. A number is turned into 16 bits in registers: its four bits take the place of the
@@ -29,9 +29,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.int4 import WORD, span
 from gpu.kernels.gemm.skinny import COUNTERS, FILLED, PROCESSORS, prefetch
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
+from gpu.quant.int4 import WORD, span
 
 MOST_ROWS = 256
 """From more rows on weights are turned into 16 bits once, for a product by cuBLAS."""
@@ -322,7 +322,7 @@ def int4_gemm(
     pdl: bool = False,
 ) -> Tensor:
     """x Wᵀ + b of `x` contiguous [n, inputs], `weight` int16 [outputs, inputs / 4] and `scale` [inputs /
-    group, outputs, 2] in x's dtype (`gpu.int4`), both contiguous, `bias` [outputs]: a new [n, outputs].
+    group, outputs, 2] in x's dtype (`gpu.quant.int4`), both contiguous, `bias` [outputs]: a new [n, outputs].
     `gated`: silu(g) · u of the halves g and u, which are not rounded in between: a new [n, outputs / 2]. One
     kernel serves up to 8, 16, 32 or 64 rows, and as many more times 64. `config` from `int4_config`,
     `counters` from `split_k_counters`, needed where K is split."""

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, launch_options, padding, pow2
-from gpu.quant import FP8, INT8, LEAST, TOP, TOP_INT8
+from gpu.quant.scaled import FP8, INT8, LEAST, TOP, TOP_INT8
 
 _TOP, _TOP_INT8, _LEAST = tl.constexpr(TOP), tl.constexpr(TOP_INT8), tl.constexpr(LEAST)
 
@@ -59,7 +59,7 @@ def quantise_rows(
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """e4m3 or int8 [n, width] of `x` contiguous [n, width] and scales float32 [n]; with `group`, a power of
-    two that divides the width, e4m3 and [n, width / group]. See `gpu.quant`.
+    two that divides the width, e4m3 and [n, width / group]. See `gpu.quant.scaled`.
 
     `num_rows` int32 [1] on the device: rows from `per` times that on are neither read nor written.
     """

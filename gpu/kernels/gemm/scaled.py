@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.skinny import PROCESSORS
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options
-from gpu.quant import INT8
+from gpu.quant.scaled import INT8
 
 _BLOCK = tl.constexpr(BLOCK)
 

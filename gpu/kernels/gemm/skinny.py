@@ -15,9 +15,9 @@ What counts, as measured on an H200:
     under programmatic dependent launch the first weights are prefetched before the wait. Half a microsecond
     behind attention, nothing elsewhere: it is done where K is split, as behind attention it is
 
-Rows and weights of e4m3 or int8 come with scales (`gpu.quant`). Those of rows multiply the sums at the end;
-those of blocks the sum of each 128 products, which then are never rounded as Hopper's e4m3 sums of more are
-(to 14 bits: DeepSeek-V3's report, 3.3.2). Where rows have the scales, what 128 products gave is added in
+Rows and weights of e4m3 or int8 come with scales (`gpu.quant.scaled`). Those of rows multiply the sums at the
+end; those of blocks the sum of each 128 products, which then are never rounded as Hopper's e4m3 sums of more
+are (to 14 bits: DeepSeek-V3's report, 3.3.2). Where rows have the scales, what 128 products gave is added in
 float32. Sums of int8 are int32 and exact, across parts of K too.
 
 Of rows with adapters the epilogue adds the deltas (`gpu.kernels.gemm.delta`), which need what `shrink`, the
@@ -36,7 +36,7 @@ from torch import Tensor
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.delta import Delta, DeltaShape, add_delta, delta_rows
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_dependents, launch_options, pow2, wait
-from gpu.quant import sum_dtype
+from gpu.quant.scaled import sum_dtype
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -87,7 +87,7 @@ class SkinnyConfig(NamedTuple):
 
 class Scales(NamedTuple):
     """Of e4m3 or int8 rows and weights: float32 [n] and [outputs], or [n, inputs / 128] and [outputs / 128,
-    inputs / 128]. See `gpu.quant`."""
+    inputs / 128]. See `gpu.quant.scaled`."""
 
     x: Tensor
     weight: Tensor

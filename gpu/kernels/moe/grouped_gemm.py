@@ -22,7 +22,7 @@ In 8 bits both operands are e4m3 or int8 with float32 scales, of `a` by row and 
 which meet the sums behind the loop; or of `a` by groups of 128 inputs and of the weights by blocks of 128 x
 128, which meet the sums of each step over K.
 
-MXFP4 weights (`gpu.mxfp4`) become 16 bits in registers.
+MXFP4 weights (`gpu.quant.mxfp4`) become 16 bits in registers.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _restored(words: tl.tensor, scales: tl.tensor, AT: tl.constexpr, like: tl.te
 
     The three bits behind a sign are the number times 2^-126 where a float32 has the lowest of its exponent
     and the first behind the point, those without an exponent too. So one product with 2^(scale - 1), whose
-    bits are made likewise, is the weight (scales up to `gpu.mxfp4.MOST`)."""
+    bits are made likewise, is the weight (scales up to `gpu.quant.mxfp4.MOST`)."""
     code = words.to(tl.int32) >> 4 * AT
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     by = ((((scales >> 8 * AT) & 255) + 126) << 23).to(tl.float32, bitcast=True)
@@ -391,7 +391,7 @@ def grouped_gemm(
 
     a        of `gate_up` the rows x [T, hidden], of `down` what that made of them, [T * k, width]; contiguous
     w        [experts, 2 * width, hidden], gate over up, or [experts, hidden, width]; contiguous. In MXFP4
-             packed (`gpu.mxfp4`), with `exponents`, and `config.block_k` counts for nothing
+             packed (`gpu.quant.mxfp4`), with `exponents`, and `config.block_k` counts for nothing
     block_m  what `tiles` was cut with
     bias     [experts, 2 * width], gate before up, or [experts, hidden], contiguous
     clamped  of `gate_up`: how gate and up are joined; None: by silu

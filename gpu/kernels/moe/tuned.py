@@ -18,7 +18,7 @@ from core.models.spec import W8A8, Fp8
 from gpu.kernels.gemm.cublaslt import FOLDER
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL
-from gpu.quant import FP8
+from gpu.quant.scaled import FP8
 
 SMALL_ROWS = 4
 """Rows up to which every row reading its own experts is no dearer than tiles: at 4 rows of Qwen3's

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.quant import FP8, quantise, quantise_groups
+from gpu.quant.scaled import FP8, quantise, quantise_groups
 
 # Read when Triton is first imported: functions decorated before it was set cannot be interpreted.
 if not torch.cuda.is_available():

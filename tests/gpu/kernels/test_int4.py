@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from bench.kernels.inputs import LINEARS, error
-from gpu.int4 import pack, quantise, restore, span
 from gpu.kernels.gemm.int4 import MOST_ROWS, Int4Config, int4_config, int4_gemm, int4_restore
 from gpu.kernels.gemm.skinny import COUNTERS, split_k_counters
+from gpu.quant.int4 import pack, quantise, restore, span
 
 
 def packed(outputs: int, inputs: int, group: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

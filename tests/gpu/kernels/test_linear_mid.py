@@ -16,7 +16,7 @@ from gpu.kernels.gemm.skinny import (
     split_k_counters,
 )
 from gpu.ops.plain import product
-from gpu.quant import INT8, quantise, quantise_blocks, quantise_groups
+from gpu.quant.scaled import INT8, quantise, quantise_blocks, quantise_groups
 
 # (rows, outputs, inputs, cut): outputs that a tile does not divide and that end within one, inputs in one
 # part and in several, parts of unequal length, rows that fill what they are padded to and that do not

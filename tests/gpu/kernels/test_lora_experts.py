@@ -16,7 +16,7 @@ from gpu.adapters.kernels import TorchLora
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.lora import LoraExperts, LoraRows
-from gpu.quant import quantise, restore
+from gpu.quant.scaled import quantise, restore
 
 SIZE = MoeSize(experts=3, width=24, hidden=40, top_k=2)
 PLAIN = TileConfig(32, 32, 4, 2, False)

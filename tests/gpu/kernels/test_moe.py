@@ -11,13 +11,13 @@ import torch
 from bench.kernels import reference
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
 from core.models import ClampedGate
-from gpu import mxfp4
 from gpu.experts import Experts
 from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
-from gpu.quant import EIGHT_BITS, quantise, quantise_blocks
+from gpu.quant import mxfp4
+from gpu.quant.scaled import EIGHT_BITS, quantise, quantise_blocks
 
 SIZE = MoeSize(experts=6, width=48, hidden=96, top_k=2)
 PLAIN = TileConfig(32, 32, 4, 2, False)

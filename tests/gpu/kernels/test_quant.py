@@ -9,7 +9,7 @@ from bench.kernels.inputs import error, scalar
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.ops.plain import product
 from gpu.ops.scaled import cublas_fp8_gemm
-from gpu.quant import EIGHT_BITS, INT8, TOP, quantise, restore
+from gpu.quant.scaled import EIGHT_BITS, INT8, TOP, quantise, restore
 
 
 def exact(rows: int, width: int) -> torch.Tensor:

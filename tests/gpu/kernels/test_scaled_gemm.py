@@ -8,7 +8,7 @@ import torch
 from bench.kernels.inputs import error
 from gpu.kernels.gemm.scaled import ScaledGemmConfig, scaled_gemm, scaled_gemm_config
 from gpu.ops.plain import product
-from gpu.quant import INT8, quantise, quantise_blocks, quantise_groups
+from gpu.quant.scaled import INT8, quantise, quantise_blocks, quantise_groups
 
 LOW, HIGH = ScaledGemmConfig(16, 64, 4, 3), ScaledGemmConfig(32, 128, 4, 3)
 

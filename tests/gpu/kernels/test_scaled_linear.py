@@ -16,7 +16,7 @@ from gpu.ops import scaled
 from gpu.ops.base import Matrix
 from gpu.ops.plain import product
 from gpu.ops.scaled import scaled_linear
-from gpu.quant import INT8, quantise, quantise_blocks
+from gpu.quant.scaled import INT8, quantise, quantise_blocks
 
 OUTPUTS, INPUTS = 1024, 1024
 

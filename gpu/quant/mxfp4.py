@@ -8,7 +8,7 @@ Microscaling Formats 1.0 have them. In checkpoints of gpt-oss, and in places, th
 and, once weights are final, packed for kernels, which so get four tiles of neighbouring inputs, each with a
 scale of its own, out of one tile of words:
 
-    numbers  int16 [outputs, 32 * n]: as `gpu.int4` has them at a span of 32, four numbers a word
+    numbers  int16 [outputs, 32 * n]: as `gpu.quant.int4` has them at a span of 32, four numbers a word
     scale    int32 [n, outputs]: those of 4 groups in a word, the first in its lowest bits
 
 Behind the last input are zeros.
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.models.quant import MXFP4_GROUP
-from gpu import int4
-from gpu.int4 import WORD
+from gpu.quant import int4
+from gpu.quant.int4 import WORD
 
 BIAS = 127
 """What a scale is less, as an exponent."""

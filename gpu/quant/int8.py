@@ -23,7 +23,7 @@ import platform
 import torch
 from torch import Tensor
 
-from gpu.quant import INT8, quantise, restore
+from gpu.quant.scaled import INT8, quantise, restore
 
 DIGIT = 63
 """The largest digit of an activation; the smallest is its negative."""

@@ -1,0 +1,1 @@
+"""How quantised weights are held, and plain torch of their products. `gpu.weight_formats` chooses."""
