@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def drift(model: Path) -> dict[str, float]:
-    """How far log-probabilities of a text's tokens are from those of the dequantised model."""
+    """Differences of a text's log-probabilities from those of the dequantised model."""
     text = (Path(__file__).parents[1] / "README.md").read_text()[:4000]
     found: list[list[float]] = []
     for quantization in ("auto", "none"):

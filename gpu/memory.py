@@ -46,8 +46,8 @@ SCORED = 3 * 256
 """Rows of logits that prompt log-probabilities take: 256 positions at once, and two copies."""
 
 CHECKPOINTS = 1 / 3
-"""Share of the KV pool's memory for checkpoints of linear attention's states. A checkpoint of a Qwen3.5-9B
-takes 50 MiB, as much as the keys and values of 1,600 tokens: a third is one for every 3,200."""
+"""Share of the KV pool's memory that holds checkpoints of linear attention states. A checkpoint of
+Qwen3.5-9B takes 50 MiB, like the keys and values of 1,600 tokens: a third is one for every 3,200 tokens."""
 
 COUNT_BYTES = 5
 """Of a penalised row per vocabulary entry (`gpu.sample.penalties`)."""

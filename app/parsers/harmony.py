@@ -46,7 +46,7 @@ _HALF_HEADER = re.compile(rf" ?{_ROLE}{_HALF_TO}(?:{_HALF_CHANNEL})?(?:<[|a-z]*)
 
 
 class _Header(NamedTuple):
-    """What stands before `<|message|>`."""
+    """The header of a message: everything before `<|message|>`."""
 
     channel: str
     recipient: str

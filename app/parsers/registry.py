@@ -95,7 +95,7 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
     channels: bool = False
     """See `ToolFamily.channels`."""
     sign: str = ""
-    """What indicates it in a template, if not the end mark."""
+    """Text in a template that indicates this family, if not the end mark."""
 
     @property
     def begins(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MARK = "<|channel|>"
-"""What is in such a template and in no other."""
+"""Text that only gpt-oss templates contain."""
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -1,4 +1,4 @@
-"""What the prefix cache finds of a model with linear attention, whose prefixes need a saved state.
+"""Prefix cache hits of models with linear attention, whose prefixes need a saved state.
 
     python -m bench.core.checkpoints [--trace FILE ...] [--checkpoints 128 512 2048]
 

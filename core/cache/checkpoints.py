@@ -36,11 +36,12 @@ have passed the last of them."""
 
 
 class Checkpoints:
-    """The numbers 1 ... `total`: free, of a node's state, or pending for what a running request will leave in
-    the tree. The least recently used one of a node gives way first, whatever becomes of the node's pages.
+    """Checkpoints 1 ... `total`: each is free, belongs to a node, or is pending for a prefix that a running
+    request will add to the tree. If none is free, the least recently used one of a node is taken; the node
+    keeps its pages.
 
-    Owner: event loop, through `CacheManager`. What a step saves later steps can read: a checkpoint that was
-    made for the step being planned is `fresh`, and nobody starts from it yet.
+    A checkpoint can be read by the steps after the one that saves it. Until then it is `fresh`, and no
+    request starts from it. Owner: event loop, through `CacheManager`.
     """
 
     def __init__(self, total: int) -> None:
@@ -115,7 +116,8 @@ class Checkpoints:
         return number
 
     def settle(self, hold: Hold, node: RadixNode | None) -> None:
-        """What is pending ends: the last one is that of `node`, None: of nobody."""
+        """End the pending checkpoints of `hold`: the last one goes to `node` if there is one, the others are
+        free."""
         if node is not None and not node.checkpoint:
             # A step that was planned before saves it: nobody has to wait for that.
             self._attach(node, hold.pending.pop()[1], self._step - 1)

@@ -236,7 +236,7 @@ class CacheManager:
     # -- states of linear attention
 
     def next_step(self) -> None:
-        """From here on another step is planned: what those before it save can be read."""
+        """Planning of the next step begins: checkpoints of earlier steps can be read from now on."""
         if self._checkpoints is not None:
             self._checkpoints.next_step()
 
@@ -254,7 +254,7 @@ class CacheManager:
         return 0 if self._checkpoints is None else self._checkpoints.pend(hold, num_tokens)
 
     def _settle(self, hold: Hold, keep: bool) -> None:
-        """Give the last state that was saved ahead to what was committed up to there."""
+        """Give the last state that was saved ahead to the node that was committed up to it."""
         if self._checkpoints is None or not hold.pending:
             return
         free = hold.pending

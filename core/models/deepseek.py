@@ -114,7 +114,7 @@ def _only(fields: Fields, name: str, served: str) -> None:
 
 
 def _with_latents(fields: Fields, defaults: Defaults) -> ModelSpec:
-    """What is not of experts. There are no KV heads, whatever `num_key_value_heads` says."""
+    """The spec without its experts. There are no KV heads, whatever `num_key_value_heads` says."""
     if fields.size("moe_layer_freq", 1) != 1:
         raise fields.wrong("moe_layer_freq", "1")
     bias = fields.flag("attention_bias")

@@ -94,7 +94,7 @@ def _hybrid(fields: Fields, mixed: bool) -> ModelSpec:
 
 
 def _linear_layers(fields: Fields, layers: int) -> frozenset[int]:
-    """Those of `layer_types`; without it all but every `full_attention_interval`th."""
+    """Layers with linear attention: by `layer_types`, or all but every `full_attention_interval`th."""
     interval = fields.size("full_attention_interval", 4)
     kinds = fields.array("layer_types") or [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
     if len(kinds) != layers or not all(kind in (FULL, LINEAR) for kind in kinds):

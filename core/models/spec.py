@@ -105,7 +105,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     scores_factor: float = 1.0
-    """What DeepSeek multiplies scores by, too (`mscale_all_dim`, of any kind)."""
+    """Factor of attention scores from `mscale_all_dim` (DeepSeek), for every kind of rope."""
     long: bool = False
     """longrope: what wavelengths are stretched by where no text is longer than `original_max`, and where some
     may be (`long`). A text does not change from one to the other as it grows, as it does in transformers:
@@ -150,7 +150,7 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     """Router and experts add biases."""
     clamped: ClampedGate | None = None
-    """What is done with gate and up; None: activation(gate) · up."""
+    """How gate and up are joined; None: activation(gate) · up."""
     stacked: bool = False
     """A checkpoint has the matrices of all experts in one tensor [experts, inputs, outputs], gate and up as
     every other output."""
@@ -164,7 +164,7 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A token's experts are of the best `top_groups` of so many groups of neighbours: those whose best expert
     is the best, or, with "sigmoid", whose best two are together."""
     scale: float = 1.0
-    """What weights are multiplied by in the end."""
+    """Factor of the routed experts' weights (`routed_scaling_factor`)."""
     exact_router: bool = False
     """The router's logits are float32, and on a GPU sums that nothing has rounded before."""
 
@@ -179,7 +179,7 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_rank: int
     rope_dim: int
     nope_dim: int
-    """Of a head's query and key, what is not rotated; in front of what is."""
+    """Dimensions of a head's query and key without rope. They stand before the rotated ones."""
     value_dim: int
     """Of a head's values."""
     q_rank: int = 0
@@ -206,7 +206,7 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
     kernel: int
     """Tokens that the convolution before it sees, its own included."""
     mixed: bool = False
-    """A checkpoint's projections have the parts of each key head side by side, not those of all heads."""
+    """Checkpoints store q, k, v and z grouped by key head, instead of all q, then all k, and so on."""
 
     @property
     def key_size(self) -> int:
@@ -292,7 +292,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_cap: float = 0.0
     """The same of logits."""
     output_gate: bool = False
-    """What attention's heads found is multiplied by sigmoids, which q_proj makes beside each head's query."""
+    """Attention outputs are multiplied by a sigmoid gate, which q_proj computes beside each head's query."""
     linear: LinearSpec | None = None
     """Of a hybrid model; its other layers attend."""
     moe: MoeSpec | None = None

@@ -39,8 +39,8 @@ def _segment(
     chunk_firsts: tl.tensor,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """(slot, position of the first token, its row, tokens) of a decode row, or of the chunk behind `ROWS` of
-    them; no tokens of padding."""
+    """Slot, position of the first token, row of the first token and number of tokens of a segment: a decode
+    row below `ROWS`, a chunk from there on. Padding has 0 tokens."""
     slot, start, first, tokens = 0, 0, segment, 0
     if segment < ROWS:
         if segment < tl.load(counts + 1):

@@ -61,6 +61,6 @@ class KvPool:
 
 
 def _token(heads: tuple[int, ...]) -> tuple[int, int, int]:
-    """What a layer holds of a token: sides, kv_heads, head_dim."""
+    """Shape of a token's KV in a layer: (sides, kv_heads, head_dim)."""
     kv_heads, head_dim, *latent = heads
     return 1 if any(latent) else 2, kv_heads, head_dim

@@ -1,4 +1,4 @@
-"""States of linear attention: what a layer keeps of a text in place of keys and values."""
+"""States of linear attention, which layers keep instead of keys and values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StatePool:
         self.saves = torch.zeros(slots, MOST_SAVES, 2, dtype=torch.int32, device=device)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Launch what a plan needs ahead of its step: mostly nothing."""
+        """Launch the copies that a plan needs before its step; usually there are none."""
         if not plan.new_slots and not plan.saves:
             return
         rows: dict[int, list[tuple[int, int]]] = {new.slot: [] for new in plan.new_slots}

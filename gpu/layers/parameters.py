@@ -25,7 +25,7 @@ class Parameters:
         self.device = device
         self.shard = shard
         self.seals: list[Callable[[], None]] = []
-        """What lays weights out for the device, once they are final."""
+        """Functions that lay weights out for the device once they are final."""
         self.adaptable: list[Adaptable] = []
         """What adapters may change."""
         self.places: Places = {}

@@ -61,7 +61,7 @@ class DFlash(BlockModel):
             attention.store(ctx, rotation, kv)
 
     def _attentions(self) -> list[Attention]:
-        """Of all layers, none of which has latents."""
+        """The attention of each layer. Layers of this head have no latents."""
         return [layer.attention for layer in self._layers if isinstance(layer.attention, Attention)]
 
     def forward(self, ctx: ForwardContext, ids: Tensor) -> Tensor:

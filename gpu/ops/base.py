@@ -69,8 +69,9 @@ PairNorms = tuple[Tensor, Tensor, float]
 
 
 class LatentNorm(NamedTuple):
-    """How a token's latent and its shared key become what pages keep: the latent's norm, `weight` [kv_rank],
-    and whether neighbouring dimensions of the key rotate together."""
+    """How a token's latent and shared key are prepared for the pages: RMSNorm of the latent, `weight`
+    [kv_rank] and `eps`, and whether rope of the key is interleaved (neighbouring dimensions rotate together).
+    """
 
     weight: Tensor
     eps: float

@@ -1,4 +1,4 @@
-"""The gated delta rule in plain torch: what a CPU runs, and what the kernels are tested against.
+"""The gated delta rule in plain torch, for CPUs and as the reference of the kernels.
 
 A head's memory S [key_dim, value_dim] takes a token's key k, value v, decay g and share b by
 

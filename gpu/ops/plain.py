@@ -218,7 +218,7 @@ def gate(both: Tensor, activation: str) -> Tensor:
 
 
 def _clamped_gate(both: Tensor, clamped: ClampedGate) -> Tensor:
-    """`gate` of experts whose gate and up are clamped."""
+    """`gate` for experts with clamped gate and up."""
     inner, up = both.chunk(2, -1)
     inner = inner.clamp(max=clamped.limit)
     up = up.clamp(-clamped.limit, clamped.limit) + 1

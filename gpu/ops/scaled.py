@@ -42,7 +42,7 @@ def scaled_linear(
             numbers, weight, bias, cut, counters, gated=gated, scales=by_both, dtype=x.dtype, pdl=pdl
         )
     if by_block or weight.dtype == INT8:
-        # Without counters a device has less room than what these cuts are for.
+        # A device without counters has less shared memory than these tile sizes need.
         config = SMALLEST if counters is None and not by_block else scaled_gemm_config(len(x), len(weight))
         out = scaled_gemm(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
     else:

@@ -1,1 +1,1 @@
-"""How quantised weights are held, and plain torch of their products. `gpu.weight_formats` chooses."""
+"""Formats of quantised weights, and their products in plain torch. `gpu.weight_formats` chooses one."""

@@ -29,7 +29,7 @@ DIGIT = 63
 """The largest digit of an activation; the smallest is its negative."""
 
 LEAST = 1e-30
-"""What the largest number of a row is taken for at least: zeros have a scale all the same."""
+"""Lower bound of a row's largest number, so that rows of zeros have a scale."""
 
 SCALE = 4
 """Bytes of one, which must divide a table's inputs."""
@@ -62,8 +62,8 @@ def store(place: Tensor, scale: Tensor, weight: Tensor) -> None:
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """`numbers` [outputs, inputs] as oneDNN's kernels read them: opaque, as large."""
-    assert numbers.is_contiguous(), "of strides oneDNN's packing takes no notice"
+    """Pack `numbers` [outputs, inputs] for oneDNN's kernels. The layout is opaque and has the same size."""
+    assert numbers.is_contiguous(), "oneDNN's packing ignores strides"
     packed: Tensor = torch.ops.onednn.qlinear_prepack(numbers, None)
     return packed
 

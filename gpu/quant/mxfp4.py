@@ -27,7 +27,7 @@ from gpu.quant import int4
 from gpu.quant.int4 import WORD
 
 BIAS = 127
-"""What a scale is less, as an exponent."""
+"""Exponent bias of a scale."""
 
 MOST = 128
 """The greatest scale that kernels read: weights of up to 12. Those of gpt-oss are far below 1."""

@@ -23,7 +23,7 @@ TOP, TOP_INT8 = 448.0, 127.0
 """The largest e4m3, and the largest int8 whose negative there is, too."""
 
 LEAST = 1e-12
-"""What the largest number under a scale is taken for at least: zeros have a scale all the same."""
+"""Lower bound of the largest number under a scale, so that zeros have one."""
 
 EXACT = 1024
 """Products of int8 whose sums float32 has exactly: 127 · 128 · 1024 < 2^24."""
@@ -65,13 +65,13 @@ def restore(numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantise_like(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`weight` [..., n, k] to `dtype` by rows, or by blocks to e4m3: what gives scales of as many dimensions
-    as `scale` has."""
+    """Quantise `weight` [..., n, k] to `dtype` with a scale for each row if `scale` has one dimension fewer
+    than `weight`, else to e4m3 with a scale for each block."""
     return quantise(weight, dtype) if scale.dim() < weight.dim() else quantise_blocks(weight)
 
 
 def dtype_of(held: Fp8 | W8A8) -> torch.dtype:
-    """Of the numbers of a matrix that is held so."""
+    """The dtype of a matrix's numbers in this format."""
     return INT8 if isinstance(held, W8A8) else FP8
 
 

@@ -25,7 +25,7 @@ from core.models.quant import MXFP4_GROUP
 _NAME = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
 
 _KINDS = {"": ("weight", 3), "_bias": ("bias", 2), "_blocks": ("weight", 4), "_scales": ("weight_scale", 3)}
-"""What places call it, and how many dimensions a checkpoint's tensor has."""
+"""Our name of the tensor, and the number of dimensions it has in a checkpoint."""
 
 
 class Stack(NamedTuple):

@@ -148,11 +148,7 @@ class _Matrix(NamedTuple):
         """float32 [outputs, inputs]. Raises `ModelError` for an unknown format."""
         try:
             values = dequantize(self.rows, self.kind)
-        except (
-            RuntimeError,
-            ValueError,
-            NotImplementedError,
-        ) as error:  # an unknown format is a RuntimeError
+        except (RuntimeError, ValueError) as error:  # a format that is unknown, or without a dequantisation
             raise ModelError(f"Cannot dequantise {self.name} of the GGUF file: {error}.") from error
         # A copy where nothing was dequantised: torch takes no read-only memory.
         values = np.array(values, np.float32, copy=None if values.flags.writeable else True)

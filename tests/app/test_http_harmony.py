@@ -188,7 +188,7 @@ def test_conversations_as_the_template_takes_them() -> None:
         f"{NEXT} to=functions.g<|channel|>commentary json<|message|>{{}}<|call|>"
         f'<|start|>functions.g{head}"of g"<|end|>{NEXT}'
     )
-    # Results without an id go to the calls in turn, those of no call stay.
+    # Results without an id belong to the calls in order. Results beyond the last call are kept.
     calls = [{"function": {"name": name, "arguments": {}}} for name in "fg"]
     results = [{"role": "tool", "content": text} for text in ("1", "2", "3")]
     asked = {"role": "assistant", "content": "", "tool_calls": calls}

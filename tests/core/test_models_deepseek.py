@@ -68,7 +68,7 @@ DEEPSEEK_V2_LITE: dict[str, object] = {
     "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
     "v_head_dim": 128, "vocab_size": 102400,
 }  # fmt: skip
-"""As deepseek-ai/DeepSeek-V2-Lite has it on the hub, as the next one deepseek-ai/DeepSeek-V3's."""
+"""From deepseek-ai/DeepSeek-V2-Lite on the hub; the next one is from deepseek-ai/DeepSeek-V3."""
 DEEPSEEK_V3: dict[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}, "bos_token_id": 0,

@@ -26,7 +26,8 @@ def _turn(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> None:
-    """Rotate what lies at `source` [n, 1] to `target` [n, 1], where it is `inside` [n, BLOCK]."""
+    """Apply rope to the vectors at `source` [n, 1] and write them to `target` [n, 1], where `inside`
+    [n, BLOCK]."""
     if INTERLEAVED:
         a_at, b_at = source + 2 * low, source + 2 * low + 1
     else:

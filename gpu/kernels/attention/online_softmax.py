@@ -1,4 +1,4 @@
-"""What a tile of keys in pages adds to what queries have found."""
+"""Online softmax over tiles of paged keys."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ KEPT: tl.constexpr = tl.constexpr("evict_last")
 def beside_sinks(
     found: tl.tensor, sums: tl.tensor, sinks: tl.tensor | None, head: tl.tensor, known: tl.tensor
 ) -> tl.tensor:
-    """What queries have found [n, block_d], by the base-2 log-sum-exps `sums` [n] of their scores, with a key
-    without a value beside the others, whose scores are the `sinks` of their heads. Those not `known` are
-    left."""
+    """Apply attention sinks to the output `found` [n, block_d]: a sink is one more logit per head without a
+    value. `sums` [n] are the base-2 log-sum-exps of the scores. Rows that are not `known` stay unchanged."""
     if sinks is not None:
         sink = tl.load(sinks + head, mask=known, other=float("-inf")).to(tl.float32) * LOG2E
         found = found / (1.0 + tl.exp2(sink - sums))[:, None]
@@ -42,8 +41,8 @@ def load_pages(
 
 @jit
 def load_tails(q_row: tl.tensor, live: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor | None:
-    """Of queries at `q_row` [n, 1], where `live` [n, 1], what meets the tails of latents, [n, block_t]; None
-    where keys have none."""
+    """Load the rotated part [n, block_t] of MLA queries at `q_row` [n, 1], where `live` [n, 1]; None if keys
+    are not latents."""
     tails: tl.tensor = None
     if SHAPE.tail > 0:
         t = tl.arange(0, SHAPE.block_t)
@@ -55,8 +54,8 @@ def load_tails(q_row: tl.tensor, live: tl.tensor, SHAPE: tl.constexpr) -> tl.ten
 def add_tail_scores(
     s: tl.tensor, q_tail: tl.tensor, tail_at: tl.tensor, seen: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """The scores `s` of queries with latents, and those of the latents' tails at `tail_at` [TILE, block_t],
-    where `seen` [TILE, 1]."""
+    """Add the scores of the rotated keys at `tail_at` [TILE, block_t], where `seen` [TILE, 1], to the scores
+    `s` of the latents."""
     t = tl.arange(0, SHAPE.block_t)
     tail = tl.load(tail_at, mask=seen & (t < SHAPE.tail)[None, :], other=0.0)
     return tl.dot(q_tail, tl.trans(tail.to(q_tail.dtype)), s, input_precision="ieee")
@@ -91,7 +90,8 @@ def attend_tile(
     perhaps none of the tile: its `high` is then -inf and its `total` 0 until it sees one. With `ancestors`
     [n] it sees of the last 32 of them those that its bits say, as in `SlotTables.ancestors`.
 
-    Keys with a tail are latents: the rest of one is its value, and `q_tail` [n, block_t] meets the tail."""
+    Keys with a tail are MLA latents: the part before the tail is also the value. `q_tail` [n, block_t] is the
+    rotated part of the queries."""
     d = tl.arange(0, SHAPE.block_d)
     at = tile * TILE + tl.arange(0, TILE)
     seen = (at >= start) & (at < end)

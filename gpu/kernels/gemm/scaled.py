@@ -119,7 +119,7 @@ def _scaled_gemm(
 
 
 SMALLEST = ScaledGemmConfig(64, 128, 4, 3, tma=False)
-"""What fits wherever there are products of int8: 48 KiB."""
+"""Fits every GPU with int8 products: 48 KiB of shared memory."""
 
 
 def scaled_gemm_config(rows: int, outputs: int) -> ScaledGemmConfig:

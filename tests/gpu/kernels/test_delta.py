@@ -23,8 +23,8 @@ SLOTS, CHECKPOINTS = 6, 4
 
 
 def view(device: torch.device, rows: int, chunks: list[tuple[int, int, int]], padded: int = 0) -> StepView:
-    """Of decode rows of slots 1 ... `rows` at position 70, and chunks (slot, start, tokens). `padded` tokens
-    of padding come with a padded row and chunk."""
+    """A step with decode rows of slots 1 ... `rows` at position 70, and chunks (slot, start, tokens). With
+    `padded` it also has so many padding tokens, a padding row and a padding chunk."""
     more = 1 if padded else 0
     firsts = [rows]
     for _, _, tokens in chunks:
@@ -54,7 +54,7 @@ def inputs(tokens: int, linear: LinearSpec, device: torch.device, dtype: torch.d
 
 
 def pools(linear: LinearSpec, dtype: torch.dtype, device: torch.device) -> list[StatePool]:
-    """Two that are alike. Slot 3 is saved within its chunk and at its end, slot 2 behind its token."""
+    """Two equal pools. Slot 3 is saved within its chunk and at its end, slot 2 after its token."""
     made = [StatePool(linear, SLOTS, CHECKPOINTS, dtype, device) for _ in range(2)]
     for name in ("conv", "memory"):
         first, second = (getattr(pool, name) for pool in made)

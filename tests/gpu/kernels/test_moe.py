@@ -109,7 +109,7 @@ def test_mxfp4_weights(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    """As the weights that they stand for, behind the last group of which nothing is read."""
+    """MXFP4 experts give the output of their dequantised weights, and read nothing behind the last group."""
     size = MoeSize(experts=6, width=96, hidden=160, top_k=2)
     x, logits, *weights = moe_inputs(rows, size, dtype, device)
     scale = torch.tensor([2.0**-100, 1.0, 2.0**-20, 1.0, 1.0], device=device).repeat_interleave(32)
