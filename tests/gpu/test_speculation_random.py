@@ -24,7 +24,7 @@ from tests.rigs.drafting import Drafts
 from tests.rigs.tiny_model import VOCAB
 
 STOP = 3
-STEPS = int(os.environ.get("LOOM_RANDOM_STEPS", "900"))
+STEPS = int(os.environ.get("LOOM_RANDOM_STEPS", "600"))
 
 MAKERS: dict[str, Callable[[int, Path, Path], Make]] = {
     "right": lambda depth, target, path: drafters.small(target),

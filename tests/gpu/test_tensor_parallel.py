@@ -48,7 +48,7 @@ PROMPT = ints(range(3, 13))
 PROMPTS = [[int(i * 37 % 241) + 3 for i in range(n)] for n in (40, 23, 150, 40)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs_start=0, prompt_logprobs=1),
-    SamplingParams(temperature=0.9, seed=5, max_tokens=30, presence_penalty=0.5),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=18, presence_penalty=0.5),
     SamplingParams(temperature=0.7, top_p=0.8, seed=6, max_tokens=7),
     SamplingParams(temperature=0.0, max_tokens=9),
 ]
