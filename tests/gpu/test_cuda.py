@@ -356,7 +356,7 @@ def test_padding_changes_nothing(runner: Any) -> None:
     with device_thread(runner.device):
         plan = full(3, False, 8)
         key = runner._machine.sizes.forward(plan)
-        caches = runner._ops(runner._buffers.view(key))._kernels.caches
+        caches = runner._pages.ops(runner._buffers.view(key))._kernels.caches
         for keys, _ in caches:
             keys.fill_(3.0)  # an earlier test's rows stand where these will: the same keys again
         pages = torch.cat([k.flatten() for k, _ in caches])

@@ -99,9 +99,11 @@ def _close_groups(merit: tl.tensor, e: tl.tensor, ROUTER: tl.constexpr) -> tl.te
     EACH: tl.constexpr = ROUTER.experts // ROUTER.groups
     BLOCK_E: tl.constexpr = ROUTER.block_e
     BLOCK_G: tl.constexpr = ROUTER.block_g
+    GROUPS: tl.constexpr = ROUTER.groups
+    TOP: tl.constexpr = ROUTER.top_groups
     g = tl.arange(0, BLOCK_G)[None, :]
     worth = tl.zeros([merit.shape[0], BLOCK_G], tl.float32) - float("inf")
-    for i in tl.static_range(ROUTER.groups):
+    for i in tl.static_range(GROUPS):
         own = tl.where((e // EACH == i) & (e < E), merit, float("-inf"))
         best = tl.max(own, 1)
         if ROUTER.sigmoid:
@@ -109,7 +111,7 @@ def _close_groups(merit: tl.tensor, e: tl.tensor, ROUTER: tl.constexpr) -> tl.te
             best += tl.max(tl.where(e == index[:, None], float("-inf"), own), 1)
         worth = tl.where(g == i, best[:, None], worth)
     is_open = (merit != merit) & (e < 0)
-    for _ in tl.static_range(ROUTER.top_groups):
+    for _ in tl.static_range(TOP):
         best = tl.max(worth, 1)
         index = tl.min(tl.where(worth == best[:, None], g, BLOCK_G), 1)
         is_open = is_open | (e // EACH == index[:, None])
