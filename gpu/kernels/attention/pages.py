@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     kv       KV heads; of latents parts of the query heads, which all attend to the one there is
     group    query heads per KV head, or of a part
     wide     offsets into the pages need 64 bits, which cost 18 to 38 registers a thread
-    block_d  dim rounded up to a power of two
+    block_d  dim rounded up to a power of two of at least 16, the least that tensor cores multiply
     step     columns from a KV head to the next; 0 of latents, which all parts read
     tail     columns of keys behind `dim`, which values do not have: keys are latents
     block_t  tail likewise
@@ -95,4 +95,4 @@ def kernel_args(q: Tensor, pages: Pages) -> tuple[Keys, Shape]:
     wide = len(k) * k.stride(0) >= 2**31
     step, block_t = (0, max(pow2(tail), 16)) if tail else (dim, 0)
     group = q.shape[1] // kv_heads
-    return keys, Shape(kv_heads, group, dim, size, cap, wide, pow2(dim), step, tail, block_t)
+    return keys, Shape(kv_heads, group, dim, size, cap, wide, max(pow2(dim), 16), step, tail, block_t)

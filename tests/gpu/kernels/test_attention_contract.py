@@ -84,6 +84,7 @@ CASES = {
     "group 1": Case(Heads(3, 3, 16), decode=(20, 3), chunks=((9, 20),)),
     "group 8": Case(Heads(8, 1, 16), decode=(20, 3), chunks=((9, 20),)),
     "group 7": Case(Heads(14, 2, 16), decode=(20, 3), chunks=((9, 20),)),
+    "head_dim 8": Case(Heads(4, 2, 8), decode=(20, 3), chunks=((9, 20),)),
     "head_dim 64": Case(Heads(4, 2, 64), decode=(20, 3), chunks=((9, 20),)),
     "head_dim 80": Case(Heads(4, 2, 80), decode=(20, 3), chunks=((9, 20),)),
     "head_dim 128": Case(Heads(4, 2, 128), decode=(20, 3), chunks=((9, 20),)),
