@@ -157,6 +157,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     device_seconds: float
     """Of all applied steps: between two readings, how long the device was inside one."""
     loop_lag: float
+    stream_interval: int
+    """Steps whose tokens are one event of a stream."""
     """Highest of the last seconds."""
     output_rate: float
     """Output tokens per second, as `busy`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from app.engine.metrics import Recorder
@@ -31,24 +31,28 @@ STREAM_FAILED = Finish(
 class _Row:
     """The tokens of one request that are delivered together."""
 
-    __slots__ = ("finish", "logprobs", "request", "tokens", "with_token")
+    __slots__ = ("due", "finish", "logprobs", "request", "since", "tokens", "with_token")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, since: int) -> None:
+        """`since`: the step of its first tokens."""
         self.request = request
+        self.since = since
         self.tokens: list[int] = []
         self.logprobs: list[RowLogprobs] = []
         """Of each token, where the request asked for them."""
         self.finish: Finish | None = None
         self.with_token = False
         """The last token caused the finish."""
+        self.due = 0
+        """The step since which it is to be delivered; 0: not yet."""
 
 
 class Backlog:
     """Results that were applied and not delivered yet, and the streams that wait for them.
 
-    A delivery takes all steps that wait, and a request's tokens of all of them are one event. So one step is
-    one event while the loop keeps up, and a device that is faster than the loop costs it fewer events, not
-    less throughput: an event takes the loop some 20 µs, each further token of it less than two.
+    A request's tokens of all steps that wait are one event. So one step is one event while the loop keeps
+    up, and a device that is faster than the loop costs it fewer events, not less throughput: an event takes
+    the loop some 20 µs, each further token of it less than two.
 
     A stream that raises (its detokenizer, its client's sink) ends alone, with `STREAM_FAILED`. Any other
     exception goes to the engine.
@@ -58,39 +62,70 @@ class Backlog:
 
     def __init__(self, recorder: Recorder, stopped: Callable[[Request, Finish], None]) -> None:
         """`stopped` is called for requests that end here: by a stop string, or with `STREAM_FAILED`."""
+        self.interval = 1
+        """Steps whose tokens are one event; a request's first and last go out at once."""
         self._recorder = recorder
         self._stopped = stopped
         self._streams: dict[Request, Stream] = {}
-        self._steps: list[Confirmed] = []
-        """Those that wait."""
-        self._rows: deque[_Row] = deque()
-        """What is left of the delivery under way."""
+        self._rows: dict[Request, _Row] = {}
+        """All that waits."""
+        self._held: deque[_Row] = deque()
+        """What was not due when it came, in this order; it may be by now."""
+        self._due: deque[_Row] = deque()
+        """What is to be delivered, in this order."""
+        self._step = 1
 
-    def __len__(self) -> int:
-        """Steps that wait; the delivery under way counts as one."""
-        return len(self._steps) + bool(self._rows)
+    @property
+    def waiting(self) -> int:
+        """Steps since which the next row is to be delivered, that one included; 0: none is due."""
+        return 1 + self._step - self._due[0].due if self._due else 0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing waits, due or not."""
+        return not self._rows
 
     def open(self, request: Request, stream: Stream) -> None:
         """Deliver what comes for `request` to `stream`, up to its last piece."""
         self._streams[request] = stream
 
     def add(self, confirmed: Confirmed) -> None:
-        """One more applied step."""
-        self._steps.append(confirmed)
+        """One more applied step, or requests that ended without one."""
+        self._step += bool(confirmed.requests)
+        rows = self._rows
+        for at, request in enumerate(confirmed.requests):
+            (rows.get(request) or self._new(request)).tokens.append(confirmed.tokens[at])
+        for at in sorted(confirmed.logprobs):
+            rows[confirmed.requests[at]].logprobs.append(confirmed.logprobs[at])
+        for at, finish in confirmed.ends.items():
+            row = rows[confirmed.requests[at]]
+            row.finish, row.with_token = finish, True
+            self._is_due(row)
+        for request in confirmed.finished:
+            assert request.finish is not None
+            row = rows.get(request) or self._new(request)
+            row.finish = row.finish or request.finish
+            self._is_due(row)
+        while self._held and self._held[0].since <= self._step + 1 - self.interval:
+            self._is_due(self._held.popleft())
+
+    def flush(self) -> None:
+        """All that waits is due: no step follows soon."""
+        while self._held:
+            self._is_due(self._held.popleft())
 
     def clear(self) -> None:
         """Forget what was not delivered; the streams stay."""
-        self._steps.clear()
         self._rows.clear()
+        self._held.clear()
+        self._due.clear()
 
     def deliver(self) -> None:
         """The next slice."""
-        if not self._rows:
-            self._rows.extend(_by_request(self._steps))
-            self._steps.clear()
         tokens = 0
-        for _ in range(min(SLICE, len(self._rows))):
-            row = self._rows.popleft()
+        for _ in range(min(SLICE, len(self._due))):
+            row = self._due.popleft()
+            del self._rows[row.request]
             tokens += len(row.tokens)
             stream = self._streams.get(row.request)
             if stream is not None:  # else it ended by a stop string after these tokens were on their way
@@ -98,9 +133,24 @@ class Backlog:
             if tokens >= SLICE_TOKENS:
                 break
 
+    def _new(self, request: Request) -> _Row:
+        row = self._rows[request] = _Row(request, self._step)
+        stream = self._streams.get(request)
+        if self.interval == 1 or (stream is not None and stream.count == 0):
+            self._is_due(row)
+        else:
+            self._held.append(row)
+        return row
+
+    def _is_due(self, row: _Row) -> None:
+        if not row.due:
+            row.due = self._step
+            self._due.append(row)
+
     def end_all(self, finish: Finish) -> None:
         """Deliver what is known; then every stream gets its last piece."""
-        while self:
+        self.flush()
+        while self._due:
             self.deliver()
         for request in list(self._streams):
             request.finish = request.finish or finish  # no step will: timings and reports say how it ended
@@ -154,24 +204,3 @@ class Backlog:
         except Exception:
             log.exception("the stream of request %s failed", request.id)
             return STREAM_FAILED
-
-
-def _by_request(steps: Sequence[Confirmed]) -> Iterator[_Row]:
-    """The tokens of these steps, those of a request together, and requests that ended without one."""
-    rows: dict[Request, _Row] = {}
-    for step in steps:
-        for at, request in enumerate(step.requests):
-            if (row := rows.get(request)) is None:
-                row = rows[request] = _Row(request)
-            row.tokens.append(step.tokens[at])
-        for at in sorted(step.logprobs):
-            rows[step.requests[at]].logprobs.append(step.logprobs[at])
-        for at, finish in step.ends.items():
-            row = rows[step.requests[at]]
-            row.finish, row.with_token = finish, True
-        for request in step.finished:
-            assert request.finish is not None
-            if (row := rows.get(request)) is None:
-                row = rows[request] = _Row(request)
-            row.finish = row.finish or request.finish
-    yield from rows.values()

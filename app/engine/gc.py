@@ -1,4 +1,4 @@
-"""Timers of the event loop: its lag, garbage collection, integrity checks when idle."""
+"""Timers of the event loop: its lag and load, garbage collection, integrity checks when idle."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from app.engine.replicas import Replicas
+from app.engine.stream_interval import StreamInterval
 from app.engine.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 LAG_EVERY = 0.05
 LAG_WINDOW = 100
 """Measurements in the reported maximum: those of 5 s."""
+LOAD_EVERY = 0.25
 COLLECT_EVERY = 10.0
 FULL_EVERY = 60
 """Collections between two full ones, which walk everything allocated since the start."""
@@ -47,6 +49,7 @@ class Housekeeping:
         self._due = 0.0
         self._checked: object = None
         self._checking = False
+        self._stream_interval = StreamInterval(time.monotonic(), time.thread_time())
         self._collections = 0
         self._stopped = False
         self.pause = 0.0
@@ -58,6 +61,7 @@ class Housekeeping:
         gc.freeze()
         gc.disable()
         self._every(LAG_EVERY, self._measure)
+        self._every(LOAD_EVERY, self._set_stream_interval)
         self._every(COLLECT_EVERY, self._collect)
         for watchdog in self._watchdogs:
             self._every(watchdog.interval, watchdog.check)
@@ -91,6 +95,11 @@ class Housekeeping:
             for engine in self._replicas.engines:
                 engine.recorder.lag = lag
         self._due = now + LAG_EVERY
+
+    def _set_stream_interval(self) -> None:
+        steps = self._stream_interval.measure(time.monotonic(), time.thread_time())
+        for engine in self._replicas.engines:
+            engine.set_stream_interval(steps)
 
     def _collect(self) -> None:
         begun = time.perf_counter()

@@ -28,7 +28,7 @@ from core.types import Finish, FinishReason, Ints, RootKey
 log = logging.getLogger(__name__)
 
 BACKLOG = 4
-"""Steps that may wait for delivery before planning pauses. Only a device that is faster than the
+"""Steps for which a due delivery may wait before planning pauses. Only a device that is faster than the
 loop gets there; without a bound its tokens would pile up in memory."""
 
 PAUSED_TICK = 0.25
@@ -139,6 +139,10 @@ class Engine:
         self.paused = False
         self._rested()
 
+    def set_stream_interval(self, steps: int) -> None:
+        """Send the tokens of so many steps as one event, from the next step on."""
+        self._backlog.interval = self.recorder.stream_interval = steps
+
     def slow_down(self, gap: float) -> None:
         """Leave `gap` seconds between a plan and the next; 0: none."""
         self._gap = gap
@@ -198,6 +202,7 @@ class Engine:
             self._backlog.add(confirmed)
         self._submit()
         if not self._scheduler.in_flight:
+            self._backlog.flush()
             self.commands.is_quiet()
             if self.paused or self._scheduler.idle:
                 self.recorder.idle()
@@ -226,20 +231,20 @@ class Engine:
             not self.paused
             and self._resting is None
             and self._scheduler.may_plan(self._depth)
-            and len(self._backlog) < BACKLOG
+            and self._backlog.waiting < BACKLOG
         )
 
     # -- delivery ----------------------------------------------------------------------------------
 
     def _deliver_soon(self) -> None:
-        if self._backlog and not self._deliver_due and self._loop is not None:
+        if self._backlog.waiting and not self._deliver_due and self._loop is not None:
             self._deliver_due = True
             self._loop.call_soon(self._deliver)
 
     def _deliver_slice(self) -> None:
-        waiting = len(self._backlog)
+        waiting = self._backlog.waiting
         self._backlog.deliver()
-        if len(self._backlog) < BACKLOG <= waiting:
+        if self._backlog.waiting < BACKLOG <= waiting:
             self.wake()  # planning has paused
         self._deliver_soon()
 
@@ -289,7 +294,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing runs, waits or is still to be delivered."""
-        return self._scheduler.idle and not self._backlog
+        return self._scheduler.idle and self._backlog.empty
 
     @property
     def awaits_step(self) -> bool:

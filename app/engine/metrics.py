@@ -75,7 +75,7 @@ class Rate(msgspec.Struct):
 class Recorder:
     """Collects what `/metrics` shows, per request and per step.
 
-    Owner: event loop. `lag` is set by `Housekeeping`.
+    Owner: event loop. `lag` is set by `Housekeeping`, `stream_interval` by the engine.
     """
 
     def __init__(self, clock: Clock, capabilities: Capabilities) -> None:
@@ -91,6 +91,7 @@ class Recorder:
         self._seconds = 0.0
         self._spent = 0.0
         self.lag = 0.0
+        self.stream_interval = 1
         self.steps = 0
         self.rows = 0
         """Sums over all steps: two readings of both give the mean rows of a step between them."""
@@ -148,6 +149,7 @@ class Recorder:
             step_seconds=self._seconds,
             device_seconds=self._spent,
             loop_lag=self.lag,
+            stream_interval=self.stream_interval,
             output_rate=output_rate,
             busy=busy,
             histograms=self._histograms,

@@ -223,6 +223,7 @@ def _engine(s: EngineStatistics) -> Iterator[Figure]:
     yield _counter("loom_device_seconds_total", "Device seconds of all steps.", s.device_seconds)
     yield _gauge("loom_device_busy_ratio", "Share of the last second that the device was in a step.", s.busy)
     yield _gauge("loom_loop_lag_seconds", "Highest recent delay of the event loop, in seconds.", s.loop_lag)
+    yield _gauge("loom_stream_interval", "Steps whose tokens are one event of a stream.", s.stream_interval)
     yield from _latencies(s.histograms)
     yield from _sizes(s.histograms)
     if s.drafts is not None:

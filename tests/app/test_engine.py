@@ -10,10 +10,11 @@ import pytest
 from app.engine.backlog import SLICE, SLICE_TOKENS
 from app.engine.job import Job, TextOptions
 from app.engine.loop import BACKLOG
+from app.engine.stream_interval import MOST, StreamInterval
 from app.text.tokenizer import Tokenizer
 from core.errors import ContextExceeded, Overloaded, RequestError, Unavailable
 from core.plan import StepPlan
-from core.request import SamplingParams
+from core.request import Request, SamplingParams
 from core.types import FinishReason
 from tests.rigs.executor import oracle
 from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
@@ -126,7 +127,7 @@ async def test_planning_pauses_while_delivery_lags_behind(tokenizer: Tokenizer) 
     longest = 0
     run = await bench.start("a", 64, n=64)
     while not all(request.finish for request in run.requests):
-        longest = max(longest, len(bench.engine._backlog))
+        longest = max(longest, bench.engine._backlog.waiting)
         await asyncio.sleep(0)
     await run.wait()
     assert 0 < longest <= BACKLOG + 1
@@ -150,6 +151,70 @@ async def test_steps_that_wait_for_the_loop_are_one_event(
             assert len(piece.logprobs or ()) == (0 if logprobs < 0 else len(piece.tokens))
             sizes.add(len(piece.tokens))
     assert (max(sizes) > 2) is not single  # two may be the halves of a character
+
+
+@pytest.mark.parametrize("logprobs", [-1, 0])
+@pytest.mark.parametrize("interval", [2, 3])
+async def test_a_busy_loop_sends_the_tokens_of_some_steps_as_one_event(
+    tokenizer: Tokenizer, interval: int, logprobs: int
+) -> None:
+    """But each request's first and last at once. Steps end one by one here; rows start at different ones."""
+    bench = Bench(tokenizer, eager=False, rows=2 * SLICE + 1, pages=1_000)
+    bench.engine.set_stream_interval(interval)
+    sampling = SamplingParams(temperature=0, logprobs=logprobs)
+    first = await bench.start("a", 20, n=2 * SLICE, sampling=sampling)
+    late = None
+    for step in range(20):
+        await settle()
+        bench.executor.complete()
+        await settle()
+        if step == 4:
+            late = await bench.start("b", 7, sampling=sampling)
+        told, made = delivered(bench, first.requests[0]), min(step + 1, 20)
+        assert made - interval < told <= made
+        assert told == made or made not in (1, 20)
+    assert late is not None
+    await asyncio.gather(first.wait(), late.wait())
+    for name, tokens in (("a-0", 20), (f"a-{2 * SLICE - 1}", 20), ("b-0", 7)):
+        pieces = bench.pieces[name]
+        assert bench.tokens(name) == oracle(PROMPT.tolist(), tokens, VOCAB)
+        assert len(pieces) <= 2 + -(-(tokens - 2) // interval)
+        for piece in pieces:
+            assert len(piece.logprobs or ()) == (0 if logprobs < 0 else len(piece.tokens))
+
+
+def delivered(bench: Bench, request: Request) -> int:
+    """Tokens that reached the stream of a request."""
+    stream = bench.engine._backlog._streams.get(request)
+    return len(request.output) if stream is None else stream.count
+
+
+async def test_what_a_busy_loop_holds_back_goes_out_when_no_step_follows(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    bench.engine.set_stream_interval(MOST)
+    run = await bench.start("a", 20)
+    await settle()
+    bench.executor.complete()
+    await settle()
+    bench.engine.paused = True
+    bench.executor.complete(len(bench.executor.pending))
+    await settle()
+    assert delivered(bench, run.requests[0]) == len(run.requests[0].output) > 1
+    assert bench.engine._backlog.empty
+    bench.engine.resume()
+    await settle()
+    while not run.requests[0].finish:
+        bench.executor.complete(len(bench.executor.pending))
+        await settle()
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 20, VOCAB)
+
+
+def test_events_have_more_tokens_the_busier_the_loop_is() -> None:
+    interval, now, used, seen = StreamInterval(5.0, 1.0), 5.0, 1.0, []
+    for share in (0.2, 0.7, 0.5, 0.7, 0.9, 1.0, 0.35, 0.2, 0.0, 0.0):
+        now, used = now + 0.25, used + 0.25 * share
+        seen.append(interval.measure(now, used))
+    assert seen == [1, 2, 2, 3, 3, 3, 3, 2, 1, 1]
 
 
 async def test_a_slice_has_few_tokens_however_many_steps_wait(tokenizer: Tokenizer) -> None:

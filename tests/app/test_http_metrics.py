@@ -17,7 +17,7 @@ TYPES = {
         loom_requests_running loom_requests_waiting loom_tokens_waiting loom_steps_in_flight
         loom_loop_lag_seconds loom_cache_pages loom_cache_pages_free loom_cache_pages_cached
         loom_cache_pages_protected loom_cache_nodes loom_cache_usage_ratio loom_cache_hit_ratio
-        loom_cache_pages_pinned loom_cache_pins
+        loom_cache_pages_pinned loom_cache_pins loom_stream_interval
         vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
         vllm:cache_config_info
         sglang:num_running_reqs sglang:num_queue_reqs sglang:token_usage sglang:num_used_tokens

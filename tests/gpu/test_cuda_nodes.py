@@ -70,4 +70,4 @@ def test_a_process_with_two_gpus_is_refused(tmp_path: Path) -> None:
     more = ["--tp", "4", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     ended = run_to_end(*gpu_flags(tmp_path, "float32"), *more, own=True)
     assert ended.returncode == 2
-    assert "with --nnodes 4 (torchrun --nproc-per-node 2)" in ended.stderr
+    assert "with --nnodes 4 in all (torchrun --nproc-per-node 2)" in ended.stderr

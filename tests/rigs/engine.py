@@ -340,6 +340,7 @@ class FakeEngine:
             step_seconds=0.02,
             device_seconds=1.5,
             loop_lag=0.001,
+            stream_interval=1,
             output_rate=25.0,
             busy=0.75,
             histograms=Histograms(**dict.fromkeys(Histograms.__struct_fields__, histogram)),
