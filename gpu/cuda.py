@@ -25,7 +25,7 @@ from gpu.kernels.sampling import drafts as draft_kernels
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
-from gpu.layers.moe import expert_scales
+from gpu.layers.moe import experts_held
 from gpu.memory import page_dtype
 from gpu.ops.base import Ops
 from gpu.ops.fused import Kernels, TritonOps
@@ -160,7 +160,6 @@ def with_kernels(machine: Machine) -> Machine:
 def _experts(spec: ModelSpec, dtype: torch.dtype, facts: CudaFacts) -> MoeConfigs | None:
     if (moe := spec.moe) is None:
         return None
-    held = spec.eight_bits if expert_scales(spec, moe) else ""
-    name = weight_name(held, str(dtype).removeprefix("torch."), spec.mxfp4 is not None)
+    name = weight_name(experts_held(spec, moe), str(dtype).removeprefix("torch."))
     shape = MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, name, facts.name)
     return MoeConfigs(shape, deep=facts.capability == HOPPER)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from core.models import ClampedGate
 from gpu.lora import LoraExperts
+
+Packed = Literal["", "mxfp4", "int4"]
+"""What weights of 4 bits are: MXFP4 or integers; "": they have more bits."""
 
 
 class Choice(NamedTuple):
@@ -45,7 +48,8 @@ class Experts(NamedTuple):
     scales       of w13 and w2 where they are e4m3 or int8: float32 [experts, 2 * width] and [experts,
     hidden],
                  or of e4m3 [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128];
-                 or where they are MXFP4, both as `gpu.quant.mxfp4` packs them
+                 or of 4 bits, both as `gpu.quant.mxfp4` packs them or, integers, as `gpu.quant.int4` has one
+                 matrix, for each expert
     lora         what adapters add to both, in steps with adapters
     biases       [experts, 2 * width] and [experts, hidden], where there are any; of ranks the first adds the
                  second one alone
@@ -64,6 +68,11 @@ class Experts(NamedTuple):
     choice: Choice = PLAIN
 
     @property
-    def is_mxfp4(self) -> bool:
-        """Whether the weights are MXFP4."""
+    def is_packed(self) -> bool:
+        """Whether the weights have 4 bits: MXFP4, or integers."""
         return self.w13.dtype in (torch.uint8, torch.int16)
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether they are integers of 4 bits."""
+        return self.is_packed and self.scales is not None and self.scales[0].is_floating_point()

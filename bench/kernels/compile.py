@@ -31,7 +31,7 @@ from bench.kernels.inputs import Heads, MoeSize
 from bench.kernels.lora_inputs import blank_rows, lora_matrix, slots_view
 from core.models import ClampedGate
 from core.models.spec import W8A8, Fp8
-from gpu.experts import Choice, Experts
+from gpu.experts import Choice, Experts, Packed
 from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, latent, prefill, prefill_merge, prefill_plan
@@ -155,10 +155,11 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         *,
         of: MoeSize = SIZE,
         clamped: ClampedGate | None = None,
-        packed: bool = False,
+        packed: Packed = "",
+        group: int = 128,
     ) -> None:
-        """With `rank`, of an adapter; with `clamped`, with biases too; `packed`: in MXFP4."""
-        name = weight_name(held, "bfloat16", packed)
+        """With `rank`, of an adapter; with `clamped`, with biases too; `packed`: 4 bits, by `group`."""
+        name = weight_name(packed or held, "bfloat16")
         shape = MoeShape(of.experts, of.width, of.hidden, of.top_k, name, "H200")
         kind = dtype_of(held) if held else DTYPE
         x, logits = empty(tokens, of.hidden), empty(tokens, of.experts, dtype=torch.float32)
@@ -172,7 +173,11 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         after = empty(tokens, of.hidden), empty(of.hidden), 1e-6
         use = config or rule(shape, tokens, deep=bool(held))
         used = (scales[0], scales[1]) if held else None
-        if packed:
+        if packed == "int4":
+            w13, w2 = (empty(*w.shape[:2], w.shape[2] // 4, dtype=torch.int16) for w in weights)
+            s13, s2 = (empty(of.experts, w.shape[2] // group, w.shape[1], 2) for w in weights)
+            weights, used = (w13, w2), (s13, s2)
+        elif packed:
             (e, n13, hidden), (_, n2, width) = (w.shape for w in weights)
             steps = cdiv(hidden, 128), cdiv(width, 128)
             w13, w2 = (empty(e, n, 32 * k, dtype=torch.int16) for n, k in zip((n13, n2), steps, strict=True))
@@ -371,9 +376,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
         **{f"moe gpt-oss {n}": partial(experts, n, of=GPT_OSS, clamped=CLAMPED) for n in (1, 32, 256, 512)},
         **{
-            f"moe mxfp4 {n}": partial(experts, n, of=GPT_OSS, clamped=CLAMPED, packed=True)
+            f"moe mxfp4 {n}": partial(experts, n, of=GPT_OSS, clamped=CLAMPED, packed="mxfp4")
             for n in (1, 128, 256, 4096)
         },
+        **{f"moe int4 {n}": partial(experts, n, packed="int4") for n in (1, 32, 256, 512, 4096)},
+        "moe int4 by 32": lambda: experts(256, packed="int4", group=32, of=MoeSize(64, 384)),
+        "moe int4 lora": lambda: experts(256, packed="int4", rank=16),
         "moe gpt-oss 4096": lambda: experts(
             4096, MoeConfig(False, 192, tall, tall._replace(block_n=256)), of=GPT_OSS, clamped=CLAMPED
         ),

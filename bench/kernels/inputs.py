@@ -14,6 +14,7 @@ from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.sampling.sample import choose
 from gpu.lora import LoraExperts
+from gpu.quant import int4
 from gpu.sample.rows import Rows
 from gpu.state.tables import SlotTables
 
@@ -76,6 +77,21 @@ def moe_weights(size: MoeSize, dtype: torch.dtype, device: torch.device) -> tupl
     shapes = ((size.experts, 2 * size.width, size.hidden), (size.experts, size.hidden, size.width))
     w13, w2 = (torch.empty(shape, dtype=dtype, device=device).normal_() for shape in shapes)
     return w13.mul_(size.hidden**-0.5), w2.mul_(size.width**-0.5)
+
+
+def moe_int4(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts' matrices `weight` [experts, outputs, inputs] in 4 bits: words and scales, in `dtype`, as
+    `Experts` has them, and the weights that these stand for."""
+    experts, outputs, inputs = weight.shape
+    apart = int4.span(inputs, group)
+    words = torch.empty(experts, outputs, inputs // int4.WORD, dtype=torch.int16, device=weight.device)
+    scale = torch.empty(experts, inputs // group, outputs, 2, dtype=dtype, device=weight.device)
+    plain = torch.empty_like(weight)
+    for expert, each in enumerate(weight):
+        numbers, by = int4.quantise(each, group)
+        words[expert], scale[expert] = int4.pack(numbers, apart), by
+        plain[expert] = int4.restore(words[expert], scale[expert])
+    return words, scale, plain
 
 
 def moe_inputs(tokens: int, size: MoeSize, dtype: torch.dtype, device: torch.device) -> MoeInputs:

@@ -51,7 +51,7 @@ from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
-from gpu.layers.moe import expert_scales
+from gpu.layers.moe import experts_held
 from gpu.models.ranks import RankModel
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.peers import PeerOps
@@ -187,8 +187,7 @@ def layers_of(spec: ModelSpec, steps: Steps) -> Layers:
     moe = None
     if (experts := spec.moe) is not None:
         sizes = experts.experts, experts.intermediate, spec.hidden, experts.per_token
-        held = spec.eight_bits if expert_scales(spec, experts) else ""
-        name = weight_name(held, spec.dtype, spec.mxfp4 is not None)
+        name = weight_name(experts_held(spec, experts), spec.dtype)
         moe = MoeConfigs(MoeShape(*sizes, name, DEVICE.name))
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:

@@ -6,15 +6,17 @@ from itertools import product
 
 import torch
 
-from core.models import ModelSpec, MoeSpec
+from core.models import Int4, ModelSpec, MoeSpec
 from core.models.quant import MXFP4_GROUP
+from core.models.spec import W8A8, Fp8
 from gpu.context import ForwardContext
-from gpu.experts import Choice, Experts
+from gpu.experts import Choice, Experts, Packed
 from gpu.layers.linear import Linear
 from gpu.layers.parameters import Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Part
 from gpu.quant import mxfp4
+from gpu.quant.int4 import WORD
 from gpu.quant.scaled import dtype_of, scale_shape
 from gpu.shard import COLUMN, ROW
 
@@ -31,6 +33,17 @@ def expert_scales(spec: ModelSpec, moe: MoeSpec) -> tuple[tuple[int, ...], tuple
     return ((moe.experts, *up), (moe.experts, *down)) if up and down else None
 
 
+def experts_held(spec: ModelSpec, moe: MoeSpec) -> Fp8 | W8A8 | Packed:
+    """How experts are held, if not in the dtype of the computation. Layers whose experts a checkpoint excepts
+    from 4 bits run by kernels that are cut for these."""
+    if spec.mxfp4 is not None:
+        return "mxfp4"
+    if spec.int4 is not None:
+        names = (f"model.layers.{layer}.mlp.experts." for layer in moe.layers)
+        return "int4" if any(_are_int4(spec.int4, moe, name) for name in names) else ""
+    return spec.eight_bits if expert_scales(spec, moe) else ""
+
+
 class SparseMlp:
     """The best `per_token` experts by the router's scores (`Choice`), weighted sum of their MLPs.
 
@@ -40,20 +53,7 @@ class SparseMlp:
     def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
         self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts}, moe.bias)
         self._exact = moe.exact_router
-        width, device = moe.intermediate, parameters.device
-        dtype, scales = parameters.dtype, None
-        share = 1
-        if shapes := expert_scales(spec, moe):
-            s13, s2 = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-            dtype, scales = dtype_of(spec.eight_bits), (s13, s2)
-        elif spec.mxfp4 is not None and spec.mxfp4.has(f"{prefix}experts"):
-            sizes = (2 * width, spec.hidden // MXFP4_GROUP), (spec.hidden, width // MXFP4_GROUP)
-            s13, s2 = (torch.empty(moe.experts, *size, dtype=torch.uint8, device=device) for size in sizes)
-            dtype, scales, share = torch.uint8, (s13, s2), 2
-        # Left plain when the weights are final: packing 3 × experts small matrices a layer would lose the one
-        # tensor that grouped kernels want.
-        w13 = torch.empty(moe.experts, 2 * width, spec.hidden // share, dtype=dtype, device=device)
-        w2 = torch.empty(moe.experts, spec.hidden, width // share, dtype=dtype, device=device)
+        w13, w2, scales = _weights(spec, moe, f"{prefix}experts.", parameters)
         self._experts = Experts(
             w13=w13,
             w2=w2,
@@ -65,15 +65,9 @@ class SparseMlp:
             clamped=moe.clamped,
             choice=_choice(moe, prefix, parameters),
         )
-        if self._experts.is_mxfp4:
+        if w13.dtype == torch.uint8:
             parameters.seals.append(self._pack)
-        kinds = {"weight": (w13, w2)} | ({"weight_scale": scales} if scales else {})
-        for expert, (kind, (up, down)) in product(range(moe.experts), kinds.items()):
-            half = up.shape[1] // 2
-            views = {"gate": up[expert, :half], "up": up[expert, half:], "down": down[expert]}
-            for part, view in views.items():
-                name = f"{prefix}experts.{expert}.{part}_proj.{kind}"
-                parameters.place(name, view, ROW if part == "down" else COLUMN)
+        _place(self._experts, f"{prefix}experts.", parameters)
         if moe.stacked:
             return  # PEFT's adapters of such tensors have B in the order of their outputs, which differs here
         slices = {
@@ -81,6 +75,7 @@ class SparseMlp:
             for part in ("gate", "up", "down")
             if (name := f"{prefix}experts.0.{part}_proj.weight") in parameters.slices
         }
+        width = moe.intermediate
         outer, inner = {f"{prefix}experts.{part}_proj": width for part in ("gate", "up")}, spec.hidden
         last = {f"{prefix}experts.down_proj": inner}
         parameters.adaptable += [
@@ -110,6 +105,61 @@ class SparseMlp:
         if ctx.routes is not None:
             ctx.routes.append(ctx.ops.routes(logits, self._experts))
         return ctx.ops.experts(x, logits, self._experts)
+
+
+def _weights(
+    spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """w13, w2 and scales of `Experts`, uninitialised.
+
+    They are left plain when the weights are final: packing 3 × experts small matrices a layer would lose the
+    one tensor that grouped kernels want."""
+    dtype, device, scales, share = parameters.dtype, parameters.device, None, 1
+    sizes = (2 * moe.intermediate, spec.hidden), (spec.hidden, moe.intermediate)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(moe.experts, *shape, dtype=dtype, device=device)
+
+    if shapes := expert_scales(spec, moe):
+        up, down = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+        dtype, scales = dtype_of(spec.eight_bits), (up, down)
+    elif spec.mxfp4 is not None and spec.mxfp4.has(prefix.removesuffix(".")):
+        up, down = (empty((outputs, inputs // MXFP4_GROUP), torch.uint8) for outputs, inputs in sizes)
+        dtype, scales, share = torch.uint8, (up, down), 2
+    elif spec.int4 is not None and _are_int4(spec.int4, moe, prefix):
+        group = spec.int4.group
+        up, down = (empty((inputs // (group or inputs), outputs, 2), dtype) for outputs, inputs in sizes)
+        dtype, scales, share = torch.int16, (up, down), WORD
+    w13, w2 = (empty((outputs, inputs // share), dtype) for outputs, inputs in sizes)
+    return w13, w2, scales
+
+
+def _are_int4(int4: Int4, moe: MoeSpec, prefix: str) -> bool:
+    """Whether all experts of a layer, whose names begin with `prefix`, are quantised."""
+    parts = product(range(moe.experts), ("gate", "up", "down"))
+    return all(int4.has(f"{prefix}{expert}.{part}_proj") for expert, part in parts)
+
+
+def _place(own: Experts, prefix: str, parameters: Parameters) -> None:
+    """The places of each expert's gate, up and down, whose names begin with `prefix`."""
+    kinds = {"weight": (own.w13, own.w2)}
+    if own.scales is not None:
+        up, down = own.scales
+        kinds["weight_scale"] = (up.transpose(1, 2), down.transpose(1, 2)) if own.is_int4 else (up, down)
+    for expert, part in product(range(len(own.w13)), ("gate", "up", "down")):
+        name, split = f"{prefix}{expert}.{part}_proj", ROW if part == "down" else COLUMN
+        views = {kind: _part(up[expert], down[expert], part) for kind, (up, down) in kinds.items()}
+        if own.is_int4:
+            parameters.place_int4(f"{name}.weight", views["weight"], views["weight_scale"], split)
+            continue
+        for kind, view in views.items():
+            parameters.place(f"{name}.{kind}", view, split)
+
+
+def _part(up: torch.Tensor, down: torch.Tensor, part: str) -> torch.Tensor:
+    """What gate, up or down has of an expert's `up`, gate over up, and `down`."""
+    half = len(up) // 2
+    return {"gate": up[:half], "up": up[half:], "down": down}[part]
 
 
 def _choice(moe: MoeSpec, prefix: str, parameters: Parameters) -> Choice:

@@ -9,6 +9,7 @@ import torch
 from core.models import Held
 from gpu.layers.linear import Linear, Places
 from gpu.lora import Adaptable, LoraShape
+from gpu.quant.int4 import WORD
 from gpu.shard import ALONE, Shard, Slice, Split, slice_of
 
 
@@ -63,7 +64,7 @@ class Parameters:
             inputs, parts, self.dtype, self.device, bias and not (partial and self.shard.rank), held
         )
         self.seals.append(linear.seal)
-        self._place_parts(linear, prefix, inputs, parts, split)
+        self._place_parts(linear, prefix, split)
         if partial and bias and self.shard.rank:
             for name, size in parts.items():
                 self.pass_over(f"{prefix}{name}.bias", size)
@@ -72,24 +73,30 @@ class Parameters:
         self.adaptable.append(Adaptable(LoraShape(names, inputs, slices=slices), linear.adapt))
         return linear
 
-    def _place_parts(
-        self, linear: Linear, prefix: str, inputs: int, parts: Mapping[str, int], split: Split | None
-    ) -> None:
-        for name, view in linear.places(prefix).items():
+    def _place_parts(self, linear: Linear, prefix: str, split: Split | None) -> None:
+        views = linear.places(prefix)
+        for name, view in views.items():
             part, _, kind = name.removeprefix(prefix).rpartition(".")
             copies = 1 if split is None else split.copies.get(part, 1)
             if kind == "bias" or not linear.matrix.is_int4:
                 self.place(name, view, split, copies)
-                continue
-            self.places[name] = view
-            if kind == "weight" and split is not None and self.shard.ranks > 1:
-                # What the rank has of words and scales is said of the weights that they stand for.
-                self.slices[name] = slice_of(self.shard, (parts[part], inputs), split, copies)
+            elif kind == "weight":
+                self.place_int4(name, view, views[f"{name}_scale"], split, copies)
 
     def pass_over(self, name: str, size: int) -> None:
         """Take nothing of the bias `name` [size], which another rank adds to the sum of all."""
         self.places[name] = torch.empty(0, dtype=self.dtype, device=self.device)
         self.slices[name] = Slice(0, 0, 0, (size,))
+
+    def place_int4(
+        self, name: str, words: torch.Tensor, scale: torch.Tensor, split: Split | None = None, copies: int = 1
+    ) -> None:
+        """Fill `words` and their `scale` [outputs, groups, 2] (`gpu.quant.int4`) with the rank's part of the
+        matrix `name`. What it has of both is said of the weights that they stand for."""
+        self.places |= {name: words, f"{name}_scale": scale}
+        if split is not None and self.shard.ranks > 1:
+            shape = len(words), words.shape[1] * WORD
+            self.slices[name] = slice_of(self.shard, shape, split, copies)
 
     def place(self, name: str, view: torch.Tensor, split: Split | None = None, copies: int = 1) -> None:
         """Fill `view` with the rank's part of the tensor `name`: all of it without `split`, or where the

@@ -264,10 +264,17 @@ def _by_expert(
             rows, own = x[pairs // each], weight[expert]
             more, by = (None if each is None else each[expert] for each in (bias, scale))
             if by is not None and own.dtype == torch.int16:
-                own, by = mxfp4.restore(*mxfp4.unpack(own, by, x.shape[1])).to(x.dtype), None
+                own, by = _restored(own, by, x.shape[1]).to(x.dtype), None
             out[pairs] = F.linear(rows, own, more) if by is None else product(rows, own, by, more)
             first += count
     return out
+
+
+def _restored(words: Tensor, scale: Tensor, inputs: int) -> Tensor:
+    """float32 [outputs, inputs] of a matrix of 4 bits: integers, or packed MXFP4."""
+    if scale.is_floating_point():
+        return int4.restore(words, scale)
+    return mxfp4.restore(*mxfp4.unpack(words, scale, inputs))
 
 
 def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ def _numbers(words: tl.tensor, x: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def _pairs(
+def pairs_of(
     scales: tl.tensor,
     row: tl.tensor,
     N: tl.tensor,
@@ -140,7 +140,7 @@ def _split_pair(pair: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _weights(words: tl.tensor, pair: tl.tensor, x: tl.tensor, AT: tl.constexpr) -> tl.tensor:
+def weights_of(words: tl.tensor, pair: tl.tensor, x: tl.tensor, AT: tl.constexpr) -> tl.tensor:
     """The weights whose numbers are `AT` in `words` [BLOCK_N, SPAN], in the dtype of what `x` points to."""
     scale, zero = _split_pair(pair, x)
     return (_numbers(words, x, AT) - zero[:, None]) * scale[:, None]
@@ -201,7 +201,7 @@ def _multiply_add(
     `sums` it is the products of numbers that are scaled."""
     if len(sums) == 0:
         for at in tl.static_range(_WORD):
-            weights = _weights(words, pairs[at * SPAN // GROUP], x, at)
+            weights = weights_of(words, pairs[at * SPAN // GROUP], x, at)
             acc = tl.dot(weights, tl.trans(some[at]), acc, input_precision="ieee")
     else:
         for k in tl.static_range(0, _WORD * SPAN, GROUP):
@@ -276,13 +276,13 @@ def _multiply(
         step = i + shift
         k = first + tl.where(step < steps, step, step - steps)
         words = _words(w_at, k, SPAN)
-        by = _pairs(scales, row, outputs, k, GROUP, SPAN)
+        by = pairs_of(scales, row, outputs, k, GROUP, SPAN)
         some = _rows(x_at, inside, k, SPAN)
         sums = _sums(some, x, GROUP, SPAN, BLOCK_M, BLOCK_N) if LATE else ()
         acc = _multiply_add(acc, words, by, some, sums, x, GROUP, SPAN)
         if GATED:
             words = _words(up_at, k, SPAN)
-            by = _pairs(scales, N + row, outputs, k, GROUP, SPAN)
+            by = pairs_of(scales, N + row, outputs, k, GROUP, SPAN)
             up = _multiply_add(up, words, by, some, sums, x, GROUP, SPAN)
     if SPLIT > 1:
         whole: tl.constexpr = BLOCK_N * BLOCK_M * (1 + GATED)
@@ -379,10 +379,10 @@ def _restore(
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, tile = tl.minimum(cols, N - 1), tl.program_id(1)
     words = _words(w + row.to(tl.int64) * WIDTH, tile, SPAN)
-    pairs = _pairs(scales, row, N, tile, GROUP, SPAN)
+    pairs = pairs_of(scales, row, N, tile, GROUP, SPAN)
     begin(PDL)
     for at in tl.static_range(_WORD):
-        weights = _weights(words, pairs[at * SPAN // GROUP], out, at)
+        weights = weights_of(words, pairs[at * SPAN // GROUP], out, at)
         k = (tile * _WORD + at) * SPAN + tl.arange(0, SPAN)
         place = out + cols.to(tl.int64)[:, None] * (WIDTH * _WORD) + k[None, :]
         tl.store(place, weights, mask=(cols < N)[:, None])

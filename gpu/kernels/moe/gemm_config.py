@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gpu.experts import Packed
+
 
 class TileConfig(NamedTuple):
     """How one grouped GEMM is cut. `block_n` is the width of the output; `gate_up` reads twice that. 16 rows
@@ -23,7 +25,9 @@ class GemmShape(NamedTuple):
 
     gated     `gate_up`: gate and up of `n` outputs each, of which silu(gate) · up is stored; else `down`
     by_block  e4m3 with scales by groups and blocks
-    packed    the weights are MXFP4
+    packed    what weights of 4 bits are
+    span      of weights of 4 bits: how far the numbers of a word are apart (`gpu.quant.int4`)
+    group     of integers of 4 bits: inputs that share a scale and a zero point
     alpha, limit  of a clamped gate (`ClampedGate`); 0: it is silu
     """
 
@@ -34,4 +38,6 @@ class GemmShape(NamedTuple):
     by_block: bool
     alpha: float = 0.0
     limit: float = 0.0
-    packed: bool = False
+    packed: Packed = ""
+    span: int = 0
+    group: int = 0

@@ -22,7 +22,7 @@ In 8 bits both operands are e4m3 or int8 with float32 scales, of `a` by row and 
 which meet the sums behind the loop; or of `a` by groups of 128 inputs and of the weights by blocks of 128 x
 128, which meet the sums of each step over K.
 
-MXFP4 weights (`gpu.quant.mxfp4`) become 16 bits in registers.
+Weights of 4 bits, MXFP4 (`gpu.quant.mxfp4`) or integers (`gpu.quant.int4`), become 16 bits in registers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models import ClampedGate
 from core.models.quant import BLOCK, MXFP4_GROUP
+from gpu.kernels.gemm.int4 import pairs_of, weights_of
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options, wait
 from gpu.kernels.moe.adapters import PairDelta, PairDeltaShape, adapters_of, add_pair_delta
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
@@ -43,13 +44,13 @@ from gpu.kernels.moe.grouped_gemm_tma import TALL, tma_gemm
 from gpu.kernels.moe.route import Tiles
 from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
 from gpu.kernels.silu_mul import gated
+from gpu.quant.int4 import span
 
 Scales = tuple[Tensor, Tensor]
 """float32 scales of rows of 8 bits [n] and of weights [experts, outputs], or of their groups [n, inputs /
 128] and blocks [experts, outputs / 128, inputs / 128]."""
 
 _BLOCK = tl.constexpr(BLOCK)
-_GROUP, _STEP = tl.constexpr(MXFP4_GROUP), tl.constexpr(4 * MXFP4_GROUP)
 
 
 @jit
@@ -214,10 +215,39 @@ def _restored(words: tl.tensor, scales: tl.tensor, AT: tl.constexpr, like: tl.te
 
 
 @jit
+def _add_packed(
+    acc: tl.tensor,
+    x: tl.tensor,
+    words: tl.tensor,
+    scales: tl.tensor,
+    column: tl.tensor,
+    step: tl.tensor,
+    like: tl.tensor,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
+) -> tl.tensor:
+    """`acc` and the products of four tiles `x` of rows with the weights of a tile of `words`. These belong to
+    the outputs `column` of an expert, whose `scales` they are, and become numbers as `like` points to."""
+    span: tl.constexpr = SHAPE.span
+    outputs: tl.constexpr = 2 * SHAPE.n if SHAPE.gated else SHAPE.n
+    if SHAPE.packed == "int4":
+        by = pairs_of(scales, column, outputs, step, SHAPE.group, span)
+        for at in tl.static_range(4):
+            tile = weights_of(words, by[at * span // SHAPE.group], like, at)
+            acc = _multiply(x[at], tile, acc, CONFIG.swap)
+    else:
+        exponents = tl.load(scales + step * outputs + column)
+        for at in tl.static_range(4):
+            acc = _multiply(x[at], _restored(words, exponents, at, x[at]), acc, CONFIG.swap)
+    return acc
+
+
+@jit
 def _packed_sums(
     acc: tl.tensor,
     up: tl.tensor,
-    a_at: tl.tensor,
+    a: tl.tensor,
+    row: tl.tensor,
     w: tl.tensor,
     scales: tl.tensor,
     expert: tl.tensor,
@@ -225,33 +255,34 @@ def _packed_sums(
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`_sums` of weights in MXFP4, which become 16 bits on their way: a tile of words a step, of four tiles
-    of 32 inputs."""
+    """`_sums` of weights of 4 bits, which become 16 bits on their way: a tile of words a step, of four tiles
+    of `SHAPE.span` inputs."""
     N: tl.constexpr = SHAPE.n
     K: tl.constexpr = SHAPE.k
+    span: tl.constexpr = SHAPE.span
     outputs: tl.constexpr = 2 * N if SHAPE.gated else N
-    steps: tl.constexpr = (K + _STEP - 1) // _STEP
-    d = tl.arange(0, _GROUP)[None, :]
+    steps: tl.constexpr = (K + 4 * span - 1) // (4 * span)
+    d = tl.arange(0, span)[None, :]
+    a_at = a + row.to(tl.int64)[:, None] * K + d
     column = n + tl.arange(0, CONFIG.block_n)
     column = column if N % CONFIG.block_n == 0 else tl.minimum(column, N - 1)
-    w_at = w + (expert * outputs + column).to(tl.int64)[:, None] * (steps * _GROUP) + d
-    scale_at = scales + expert.to(tl.int64) * (steps * outputs) + column
+    w_at = w + (expert * outputs + column).to(tl.int64)[:, None] * (steps * span) + d
+    each: tl.constexpr = 2 if scales.dtype.element_ty == tl.float32 else 1  # numbers of a pair
+    groups: tl.constexpr = K // SHAPE.group if SHAPE.packed == "int4" else steps
+    own = scales + expert.to(tl.int64) * (groups * outputs * each)
     for step in range(steps):
         x: tl.tensor = ()
         for at in tl.static_range(4):
-            k = step * _STEP + at * _GROUP
-            if K // _STEP * _STEP == K:
+            k = (step * 4 + at) * span
+            if steps * 4 * span == K:
                 x += (tl.load(a_at + k),)
             else:
                 x += (tl.load(a_at + k, mask=k + d < K, other=0.0),)
-        words, by = tl.load(w_at + step * _GROUP), tl.load(scale_at + step * outputs)
-        for at in tl.static_range(4):
-            acc = _multiply(x[at], _restored(words, by, at, x[at]), acc, CONFIG.swap)
+        words = tl.load(w_at + step * span)
+        acc = _add_packed(acc, x, words, own, column, step, a, SHAPE, CONFIG)
         if SHAPE.gated:
-            words = tl.load(w_at + N * steps * _GROUP + step * _GROUP)
-            by = tl.load(scale_at + step * outputs + N)
-            for at in tl.static_range(4):
-                up = _multiply(x[at], _restored(words, by, at, x[at]), up, CONFIG.swap)
+            words = tl.load(w_at + N * steps * span + step * span)
+            up = _add_packed(up, x, words, own, N + column, step, a, SHAPE, CONFIG)
     return acc, up
 
 
@@ -286,7 +317,6 @@ def _tile(
     place = tl.minimum(first + m, places - 1)
     row = tl.load(pairs + place, mask=inside, other=0) // SHAPE.top_k if SHAPE.gated else place
     adapter = row if DELTA is None else adapters_of(delta, pairs, place, inside, DELTA)
-    a_at = a + row.to(tl.int64)[:, None] * K + tl.arange(0, _GROUP if SHAPE.packed else BLOCK_K)[None, :]
     w_row = expert * (2 * N if SHAPE.gated else N)
     SUM: tl.constexpr = tl.int32 if a.dtype.element_ty == tl.int8 else tl.float32
     if CONFIG.swap:
@@ -295,9 +325,10 @@ def _tile(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], SUM)
         up = tl.zeros([BLOCK_M, BLOCK_N], SUM)
-    if SHAPE.packed:
-        acc, up = _packed_sums(acc, up, a_at, w, w_scales, expert, n, SHAPE, CONFIG)
+    if SHAPE.packed != "":
+        acc, up = _packed_sums(acc, up, a, row, w, w_scales, expert, n, SHAPE, CONFIG)
     else:
+        a_at = a + row.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
         acc, up = _sums(acc, up, a_at, w, a_scales, w_scales, row, w_row, n, SHAPE, CONFIG)
     if a_scales is not None and not SHAPE.by_block:
         by_row = tl.load(a_scales + row)
@@ -370,6 +401,16 @@ def _grouped(
         finish(PDL)
 
 
+def _packed(shape: GemmShape, scales: Tensor) -> tuple[GemmShape, Tensor]:
+    """`shape` with weights of 4 bits, and their `scales` as the kernel reads them: scale and zero point of 16
+    bits as one number."""
+    if not scales.is_floating_point():
+        return shape._replace(packed="mxfp4", span=MXFP4_GROUP), scales
+    group = shape.k // scales.shape[1]
+    whole = scales if scales.dtype == torch.float32 else scales.view(torch.int32)
+    return shape._replace(packed="int4", span=span(shape.k, group), group=group), whole
+
+
 def grouped_gemm(
     a: Tensor,
     w: Tensor,
@@ -381,7 +422,7 @@ def grouped_gemm(
     bias: Tensor | None = None,
     clamped: ClampedGate | None = None,
     scales: Scales | None = None,
-    exponents: Tensor | None = None,
+    packed: Tensor | None = None,
     dtype: torch.dtype | None = None,
     after: int = 0,
     delta: tuple[PairDelta, PairDeltaShape] | None = None,
@@ -390,13 +431,15 @@ def grouped_gemm(
     """`gate_up` where `gated`, else `down`, for every pair.
 
     a        of `gate_up` the rows x [T, hidden], of `down` what that made of them, [T * k, width]; contiguous
-    w        [experts, 2 * width, hidden], gate over up, or [experts, hidden, width]; contiguous. In MXFP4
-             packed (`gpu.quant.mxfp4`), with `exponents`, and `config.block_k` counts for nothing
+    w        [experts, 2 * width, hidden], gate over up, or [experts, hidden, width]; contiguous. Of 4 bits
+             int16 words with scales `packed`, and `config.block_k` counts for nothing
     block_m  what `tiles` was cut with
     bias     [experts, 2 * width], gate before up, or [experts, hidden], contiguous
     clamped  of `gate_up`: how gate and up are joined; None: by silu
     scales   of a and w, where they are e4m3 or int8
-    exponents  int32 [experts, inputs / 128, outputs], rounded up: the scales of w, where it is MXFP4
+    packed   the scales of w, where that has 4 bits: of MXFP4 (`gpu.quant.mxfp4`) int32 [experts, inputs /
+             128, outputs], rounded up; of integers (`gpu.quant.int4`) [experts, inputs / group, outputs, 2],
+             in a's dtype
     dtype    of the result, None for a's
     after    of `down`, launched right behind `gate_up` or its own `shrink_pairs`: how many programs of that a
              tile waits for, those of its own rows (`gpu.kernels.moe.tile_dependency`); 0: for all kernels
@@ -406,13 +449,14 @@ def grouped_gemm(
     """
     n, k = w.shape[1] // 2 if gated else w.shape[1], a.shape[1]
     out = a.new_empty(len(tiles.pairs), n, dtype=dtype or a.dtype)
-    a_scales, w_scales = scales if scales is not None else (None, exponents)
-    packed = exponents is not None
-    by_block = w_scales is not None and w_scales.dim() == w.dim() and not packed
+    a_scales, w_scales = scales if scales is not None else (None, None)
+    by_block = w_scales is not None and w_scales.dim() == w.dim()
     gate = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
-    shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block, *gate, packed)
+    shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block, *gate)
+    if packed is not None:
+        shape, w_scales = _packed(shape, packed)
     if block_m == TALL:
-        assert scales is None and not packed, "weights in 8 and 4 bits have lower tiles"
+        assert scales is None and packed is None, "weights in 8 and 4 bits have lower tiles"
         tma_gemm(a, w, bias, out, tiles, shape, config, after=after, delta=delta, pdl=pdl)
         return out
     if by_block:  # a tile lies within blocks, and a step over K in one

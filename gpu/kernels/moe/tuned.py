@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from core.models.quant import BLOCK
 from core.models.spec import W8A8, Fp8
+from gpu.experts import Packed
 from gpu.kernels.gemm.cublaslt import FOLDER
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL
@@ -28,14 +29,14 @@ SMALL_ROWS = 4
 FP8_NAME = str(FP8).removeprefix("torch.")
 FP8_BLOCKS_NAME = f"{FP8_NAME}_blocks"
 
-INT8_NAME, MXFP4_NAME = "int8", "mxfp4"
+INT8_NAME, MXFP4_NAME, INT4_NAME = "int8", "mxfp4", "int4"
 
 
-def weight_name(held: Fp8 | W8A8, dtype: str, mxfp4: bool = False) -> str:
+def weight_name(held: Fp8 | W8A8 | Packed, dtype: str) -> str:
     """`MoeShape.dtype` of a model's experts, whose activations are of `dtype`."""
     if isinstance(held, W8A8):
         return INT8_NAME
-    return MXFP4_NAME if mxfp4 else {"rows": FP8_NAME, "blocks": FP8_BLOCKS_NAME, "": dtype}[held]
+    return {"rows": FP8_NAME, "blocks": FP8_BLOCKS_NAME, "": dtype}.get(held, held)
 
 
 TWO_BYTES = ("bfloat16", "float16")
@@ -74,8 +75,8 @@ def rule(shape: MoeShape, tokens: int, deep: bool = False) -> MoeConfig:
     average = tokens * shape.top_k / shape.experts
     # Of int8 not measured; where there is less room than on Hopper, tiles of 16 bits leave half of it.
     fp8 = shape.dtype.startswith(FP8_NAME) or (shape.dtype == INT8_NAME and deep)
-    if shape.dtype == MXFP4_NAME:
-        return MoeConfig(False, *_mxfp4_tiles(average))
+    if shape.dtype in (MXFP4_NAME, INT4_NAME):
+        return MoeConfig(False, *_packed_tiles(average, shape.dtype == INT4_NAME))
     return MoeConfig(
         tokens <= SMALL_ROWS, *(_fp8_tiles(shape, average) if fp8 else _tiles(shape, average, deep))
     )
@@ -112,10 +113,11 @@ def _fp8_tiles(shape: MoeShape, average: float) -> tuple[int, TileConfig, TileCo
     return 128, TileConfig(128, BLOCK, 8, 3, True, True, True), down._replace(half=True)
 
 
-def _mxfp4_tiles(average: float) -> tuple[int, TileConfig, TileConfig]:
+def _packed_tiles(average: float, integers: bool) -> tuple[int, TileConfig, TileConfig]:
     """As `_tiles`, not measured either. Numbers are turned into 16 bits in registers: no descriptor loads
-    them, and tiles of many rows are no wider than the registers hold."""
-    few, many = TileConfig(64, 64, 4, 4, True), TileConfig(128, 64, 8, 3, True, True)
+    them, and tiles of many rows are no wider than the registers hold. A step over K takes 128 inputs of
+    MXFP4, but 256 of `integers`, of which fewer fit into shared memory at once."""
+    few, many = TileConfig(64, 64, 4, 4 - integers, True), TileConfig(128, 64, 8, 3 - integers, True, True)
     if average <= 64:
         return 16 if average <= 12 else 32 if average <= 24 else 64, few, few
     return 128, many, many

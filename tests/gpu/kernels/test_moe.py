@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.kernels import reference
-from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
+from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, moe_int4, run_moe, scalar
 from core.models import ClampedGate
 from gpu.experts import Experts
 from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
@@ -121,6 +121,40 @@ def test_mxfp4_weights(
     layer = Experts(n13, n2, size.top_k, scales=(s13, s2), **more)
     found = fused_moe(x, logits, layer, config, None, num_rows=scalar(live, device))
     want = reference.moe(x[:live], logits[:live], w13, w2, size.top_k, **more)
+    assert error(found[:live], want) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("rows", "live", "group", "config"),
+    [
+        (3, 2, 32, MoeConfig(True, 16, WIDE, UNEVEN)),  # few rows have no kernel of their own
+        (40, 38, 128, MoeConfig(False, 16, SWAP._replace(block_n=64), UNEVEN)),
+        (9, 9, 64, MoeConfig(False, 16, UNEVEN, SWAP)),
+        (9, 7, 0, MoeConfig(False, 32, HALF, HALF)),
+    ],
+    ids=["few, by 32", "some, by 128", "by 64", "by output"],
+)
+def test_weights_of_4_bits(
+    rows: int,
+    live: int,
+    group: int,
+    config: MoeConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """4-bit experts give the output of the weights that they stand for. Numbers of a word are 64 apart in one
+    matrix and 32 in the other."""
+    size = MoeSize(experts=4, width=128, hidden=512, top_k=2)
+    x, logits, *weights = moe_inputs(rows, size, dtype, device)
+    x[live:] = float("nan")  # padded rows may hold anything
+    logits[live:] = float("nan")
+    for weight in weights:
+        weight += 0.5 * weight.abs().amax()  # zero points that are not the middle
+    (n13, s13, w13), (n2, s2, w2) = (moe_int4(w, group or w.shape[2], dtype) for w in weights)
+    layer = Experts(n13, n2, size.top_k, scales=(s13, s2))
+    found = fused_moe(x, logits, layer, config, None, num_rows=scalar(live, device))
+    want = reference.moe(x[:live], logits[:live], w13, w2, size.top_k)
     assert error(found[:live], want) < tolerance
 
 
