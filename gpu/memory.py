@@ -154,10 +154,17 @@ def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def _restored_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of the largest matrix of 4 bits, which products of many rows turn into `dtype`."""
+    """Of the largest matrix of 4 bits that products of many rows turn into `dtype`: experts stay so."""
     if spec.int4 is None:
         return 0
-    return spec.hidden * max(spec.q_size + 2 * spec.kv_size, 2 * spec.intermediate) * dtype.itemsize
+    attention = spec.hidden * (spec.q_size + 2 * spec.kv_size)
+    if (latent := spec.latent) is not None:
+        queries = (latent.q_rank or spec.hidden) * spec.heads * latent.query_dim
+        attention = max(queries, spec.hidden * spec.heads * latent.value_dim)
+    width = spec.intermediate
+    if (moe := spec.moe) is not None and len(moe.layers) == spec.layers:
+        width = moe.shared
+    return max(attention, spec.hidden * 2 * width) * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:

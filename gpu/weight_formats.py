@@ -103,11 +103,25 @@ def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 
 def _check_groups(spec: ModelSpec, int4: Int4) -> None:
-    """Raises `ConfigError` for a rank's model some of whose matrices have a part of a group or of a word."""
-    inputs = {"hidden_size": spec.hidden, "queries": spec.q_size, "intermediate_size": spec.intermediate}
-    outputs = {"keys": spec.kv_size, "queries": spec.q_size, "intermediate_size": spec.intermediate}
+    """Raises `ConfigError` for a rank's model some of whose matrices have a part of a group or of a word. The
+    few dense layers of a model with experts may: `Linear` holds them in 16 bits."""
+    inputs = {"hidden_size": spec.hidden, "queries": spec.q_size}
+    outputs = {"keys": spec.kv_size, "queries": spec.q_size}
+    if (latent := spec.latent) is not None:
+        inputs = {"hidden_size": spec.hidden, "values": spec.heads * latent.value_dim}
+        outputs = {"queries": spec.heads * latent.query_dim, "latents": spec.head_dim}
+        if latent.q_rank:
+            inputs["q_lora_rank"] = latent.q_rank
+    if (moe := spec.moe) is None:
+        inputs["intermediate_size"] = outputs["intermediate_size"] = spec.intermediate
+    else:
+        inputs["moe_intermediate_size"] = moe.intermediate
+        inputs["shared_expert_intermediate_size"] = moe.shared
+        outputs["intermediate_size"] = spec.intermediate
     odd = [
-        f"{name} ({n})" for name, n in inputs.items() if n % (int4.group or 1) or not span(n, int4.group or n)
+        f"{name} ({n})"
+        for name, n in inputs.items()
+        if n and (n % (int4.group or 1) or not span(n, int4.group or n))
     ]
     odd += [f"{name} ({n})" for name, n in outputs.items() if n % EIGHT and f"{name} ({n})" not in odd]
     if odd:

@@ -5,7 +5,7 @@ channel."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from core.errors import ModelError
 from core.models.fields import Config
@@ -100,12 +100,25 @@ class _Scheme:
     def patterns(self, name: str) -> tuple[str, ...]:
         """A list of names and regular expressions; none where it is missing."""
         found = self.names(name)
-        for each in found:
+        self._compile(name, found)
+        return found
+
+    def _compile(self, name: str, expressions: Iterable[str]) -> None:
+        for each in expressions:
             try:
                 re.compile(each)
             except re.error as error:
                 raise self.wrong(name, each, f"a regular expression ({error})") from error
-        return found
+
+    def skipped(self, name: str) -> tuple[str, ...]:
+        """GPTQModel's rules by name, of which those alone are served that except layers ("-:"): expressions
+        behind "re:"."""
+        found = self._config.get(name) or {}
+        if not isinstance(found, Mapping) or not all(each.startswith("-:") for each in found):
+            raise self.wrong(name, found, "an object of rules that begin with '-:'")
+        expressions = [each.removeprefix("-:") for each in found]
+        self._compile(name, expressions)
+        return tuple(f"re:{each}" for each in expressions)
 
     def inside(self, name: str, absent: Config | None = None) -> _Scheme:
         """Those of the object `name`; `absent` where it is missing."""
@@ -138,10 +151,10 @@ def _gptq(scheme: _Scheme) -> Int4:
     scheme.want("lm_head", False, absent=False)
     scheme.want("is_marlin_format", False, absent=False)
     scheme.want("pack_dtype", "int32", absent="int32")
-    scheme.want("dynamic", {}, absent={})
     scheme.want("modules_in_block_to_quantize", None)
     kind = scheme.want("checkpoint_format", "gptq", "gptq_v2", absent="gptq")
-    return Int4(format="gptq_v2" if kind == "gptq_v2" else "gptq", group=scheme.group())
+    plain = scheme.skipped("dynamic")
+    return Int4(format="gptq_v2" if kind == "gptq_v2" else "gptq", group=scheme.group(), plain=plain)
 
 
 def _layers(scheme: _Scheme) -> tuple[list[_Scheme], tuple[str, ...]]:

@@ -62,8 +62,8 @@ _ENCODERS = {
 _POOLERS = ("pooler.", "bert.pooler.", "roberta.pooler.", "cls.", "lm_head.")
 
 FAMILIES: Mapping[str, Family] = {
-    "DeepseekV2ForCausalLM": Family(deepseek.deepseek_v2, int4=False),
-    "DeepseekV3ForCausalLM": Family(deepseek.deepseek_v3, int4=False),
+    "DeepseekV2ForCausalLM": Family(deepseek.deepseek_v2),
+    "DeepseekV3ForCausalLM": Family(deepseek.deepseek_v3),
     "Gemma2ForCausalLM": Family(read.gemma2),
     "Gemma3ForCausalLM": Family(read.gemma3),
     "Gemma3ForConditionalGeneration": Family(
@@ -72,14 +72,13 @@ FAMILIES: Mapping[str, Family] = {
         renamed=_LANGUAGE_MODEL,
     ),
     "GptOssForCausalLM": Family(read.gpt_oss, renamed={".mlp.router.": ".mlp.gate."}, int4=False, mxfp4=True),
-    "Glm4MoeForCausalLM": Family(deepseek.glm4_moe, int4=False),
-    "Glm4MoeLiteForCausalLM": Family(deepseek.glm4_moe_lite, int4=False),
+    "Glm4MoeForCausalLM": Family(deepseek.glm4_moe),
+    "Glm4MoeLiteForCausalLM": Family(deepseek.glm4_moe_lite),
     "GraniteForCausalLM": Family(read.granite),
     "MixtralForCausalLM": Family(
         read.mixtral,
         renamed={".block_sparse_moe.": ".mlp."}
         | {f".{theirs}.": f".{ours}." for theirs, ours in _W123.items()},
-        int4=False,
     ),
     "Olmo2ForCausalLM": Family(read.olmo2),
     "Olmo3ForCausalLM": Family(read.olmo3),
@@ -87,8 +86,8 @@ FAMILIES: Mapping[str, Family] = {
         read.phi3,
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     ),
-    "Qwen2MoeForCausalLM": Family(read.qwen2_moe, int4=False),
-    "Qwen3MoeForCausalLM": Family(read.qwen3_moe, int4=False),
+    "Qwen2MoeForCausalLM": Family(read.qwen2_moe),
+    "Qwen3MoeForCausalLM": Family(read.qwen3_moe),
     "Qwen3NextForCausalLM": Family(
         hybrid.qwen3_next, unused=_BESIDE_QWEN, fused=_QKV, by_expert=_EXPERTS, int4=False
     ),
@@ -201,6 +200,15 @@ def _by_our_names(plain: tuple[str, ...], family: Family) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _meant(plain: tuple[str, ...], family: Family) -> tuple[str, ...]:
+    """Those of the parts of names that are not in our names alone: `gate` of a Mixtral is its router, and not
+    what is `gate_proj` here and `w1` there."""
+    pairs = family.renamed.items()
+    return tuple(
+        each for each in plain if not any(each in ours and each not in theirs for theirs, ours in pairs)
+    )
+
+
 def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
     """`ModelSpec` of a config.json, with the pooling of a sentence-transformers directory: a model in such a
     directory makes embeddings, whatever head its config names.
@@ -215,7 +223,8 @@ def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
         read.refuse_quantised(fields, family.int4, family.mxfp4)
     spec = family.read(fields)
     if (int4 := spec.stored_int4) is not None:
-        int4 = msgspec.structs.replace(int4, plain=_by_our_names(int4.plain, family))
+        plain = _meant(int4.plain, family) if int4.format == "awq" else int4.plain
+        int4 = msgspec.structs.replace(int4, plain=_by_our_names(plain, family))
         spec = msgspec.structs.replace(spec, stored_int4=int4)
     if (w8a8 := spec.stored_w8a8) is not None:
         w8a8 = msgspec.structs.replace(w8a8, plain=_by_our_names(w8a8.plain, family))

@@ -51,14 +51,14 @@ class Int4(msgspec.Struct, frozen=True, kw_only=True):
     symmetric: bool = False
     """There are no zero points: they are 8."""
     plain: tuple[str, ...] = ()
-    """Layers that are not quantised: parts of their names; of pack-quantized whole names, or regular
-    expressions behind "re:"."""
+    """Layers that are not quantised: of awq parts of their names, else whole names, or regular expressions
+    behind "re:"."""
 
     def has(self, name: str) -> bool:
         """Whether the layer of that name is quantised."""
-        if self.format == "pack-quantized":
-            return not _ignored(name, self.plain)
-        return not any(each in name for each in self.plain)
+        if self.format == "awq":
+            return not any(each in name for each in self.plain)
+        return not _ignored(name, self.plain)
 
 
 class W8A8(msgspec.Struct, frozen=True, kw_only=True):

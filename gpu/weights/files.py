@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +21,7 @@ from gpu.thread import device_thread
 from gpu.weights.experts import Stack
 from gpu.weights.fill import Filler
 from gpu.weights.fp8 import SCALES, as_place_scale, dequantise, is_scale
-from gpu.weights.int4 import is_beside, layer_of, read_packed
+from gpu.weights.int4 import beside, is_beside, layer_of, read_packed
 from gpu.weights.stage import readers
 
 _RUN = 32
@@ -86,12 +88,13 @@ def _reader(
 
     def read(tick: Callable[[], None]) -> None:
         with open_file(path) as file:
+            shard = _Shard(path, file, holders)
             for name in names:
                 try:
                     if (stack := filler.stack(name)) is not None:
-                        _read_experts(filler, file, name, stack, holders)
-                    elif int4 is None or not _read_int4(filler, file, name, holders, int4):
-                        _read(filler, file, name, holders)
+                        _read_experts(filler, shard, name, stack)
+                    elif int4 is None or not _read_int4(filler, shard, name, int4):
+                        _read(filler, shard, name)
                 except SafetensorError as error:
                     raise ModelError(f"{path}: cannot read {name}: {error}.") from error
                 tick()
@@ -99,38 +102,57 @@ def _reader(
     return read
 
 
-def _read(filler: Filler, file: safe_open, name: str, holders: Mapping[str, Path]) -> None:
-    if not is_scale(name) and filler.wants(name, file.get_slice(name).get_shape()):
-        tensor = file.get_tensor(name)
+class _Shard(NamedTuple):
+    """An open file of a checkpoint; `holders` says where every tensor is."""
+
+    path: Path
+    file: safe_open
+    holders: Mapping[str, Path]
+
+    def shape(self, name: str) -> list[int]:
+        """Of a tensor in this file."""
+        found: list[int] = self.file.get_slice(name).get_shape()
+        return found
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One that may lie in another file. Most do not: opening one for each of the 18,432 matrices of a
+        Qwen3-30B-A3B would parse its header as often."""
+        here = self.holders[name] == self.path
+        with nullcontext(self.file) if here else open_file(self.holders[name]) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+def _read(filler: Filler, shard: _Shard, name: str) -> None:
+    if not is_scale(name) and filler.wants(name, shard.shape(name)):
+        tensor = shard.tensor(name)
         if tensor.dtype in EIGHT_BITS:
-            _put_scaled(filler, name, tensor, _scale(name, holders))
+            _put_scaled(filler, name, tensor, _scale(name, shard))
         else:
             filler.put(name, tensor)
 
 
-def _read_int4(filler: Filler, file: safe_open, name: str, holders: Mapping[str, Path], int4: Int4) -> bool:
+def _read_int4(filler: Filler, shard: _Shard, name: str, int4: Int4) -> bool:
     """Read the layer whose numbers the tensor `name` has, with what lies beside them. False for a tensor that
     has nothing to do with 4 bits."""
     if not (layer := layer_of(int4, name)):
         # AutoGPTQ writes zeros where a layer has no bias.
         surplus = name.endswith(".bias") and filler.whole(name) is None
-        return is_beside(int4, name) or (surplus and not file.get_tensor(name).any())
+        return is_beside(int4, name) or (surplus and not shard.tensor(name).any())
     weight = f"{layer}.weight"
     if (shape := filler.whole(weight)) is None:
         filler.wants(weight, ())  # which takes note of it
         return True
-    beside = [each for each in holders if each.startswith(f"{layer}.") and is_beside(int4, each)]
-    tensors = {each.rpartition(".")[2]: _tensor(each, holders) for each in (name, *beside)}
+    names = [name, *(each for each in beside(int4, layer) if each in shard.holders)]
+    tensors = {each.rpartition(".")[2]: shard.tensor(each) for each in names}
     filler.put_coarse(weight, read_packed(int4, layer, shape, tensors))
     return True
 
 
-def _read_experts(
-    filler: Filler, file: safe_open, name: str, stack: Stack, holders: Mapping[str, Path]
-) -> None:
+def _read_experts(filler: Filler, shard: _Shard, name: str, stack: Stack) -> None:
     """Read the tensor `name` of all experts of a layer. Numbers in MXFP4 are restored with their scales where
     no place takes them as they lie."""
-    shape = file.get_slice(name).get_shape()
+    shape = shard.shape(name)
     restored = stack.packed and not filler.takes_mxfp4(stack)
     if restored and stack.kind == "_scales":
         return
@@ -142,8 +164,8 @@ def _read_experts(
     outlines = [stack.parts(expert, outline) for expert in range(count)]
     wanted = [filler.wants(part, view.shape) for each in outlines for part, view in each.items()]
     if all(wanted):
-        scales = _scales_of(name, shape, holders) if restored else None
-        _put_experts(filler, name, stack, file.get_tensor(name), scales)
+        scales = _scales_of(name, shape, shard) if restored else None
+        _put_experts(filler, name, stack, shard.tensor(name), scales)
 
 
 def _put_experts(
@@ -160,21 +182,14 @@ def _put_experts(
             filler.put(part, view.contiguous())
 
 
-def _scales_of(name: str, shape: list[int], holders: Mapping[str, Path]) -> torch.Tensor:
+def _scales_of(name: str, shape: list[int], shard: _Shard) -> torch.Tensor:
     """The scales of MXFP4 numbers of that `shape`, which may lie in another shard."""
-    beside = name.removesuffix("_blocks") + "_scales"
-    scales = _tensor(beside, holders) if beside in holders else None
+    own = name.removesuffix("_blocks") + "_scales"
+    scales = shard.tensor(own) if own in shard.holders else None
     if scales is None or list(scales.shape) != shape[:-1] or scales.dtype != torch.uint8:
         found = "missing" if scales is None else f"{list(scales.shape)}, {scales.dtype}"
-        raise ModelError(f"{name} is MXFP4 and needs {beside} {shape[:-1]}, torch.uint8, which is {found}.")
+        raise ModelError(f"{name} is MXFP4 and needs {own} {shape[:-1]}, torch.uint8, which is {found}.")
     return scales
-
-
-def _tensor(name: str, holders: Mapping[str, Path]) -> torch.Tensor:
-    """One that may lie in another shard."""
-    with open_file(holders[name]) as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-    return tensor
 
 
 def _put_scaled(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
@@ -187,11 +202,11 @@ def _put_scaled(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Te
         filler.put(name, dequantise(name, weight, scale))
 
 
-def _scale(name: str, holders: Mapping[str, Path]) -> torch.Tensor:
+def _scale(name: str, shard: _Shard) -> torch.Tensor:
     """The scale of a weight of 8 bits, which may lie in another shard."""
     for suffix in SCALES:
-        if name + suffix in holders:
-            return _tensor(name + suffix, holders)
+        if name + suffix in shard.holders:
+            return shard.tensor(name + suffix)
     raise ModelError(f"{name} has 8 bits and no scale: neither {' nor '.join(name + s for s in SCALES)}.")
 
 

@@ -97,6 +97,11 @@ def is_beside(int4: Int4, name: str) -> bool:
     return name.rpartition(".")[2] in _BESIDE[_family(int4)]
 
 
+def beside(int4: Int4, layer: str) -> list[str]:
+    """What tensors that may come with a layer's numbers are called."""
+    return [f"{layer}.{last}" for last in _BESIDE[_family(int4)]]
+
+
 class Packed(NamedTuple):
     """A matrix [outputs, inputs] as a checkpoint has it, or a part of one."""
 

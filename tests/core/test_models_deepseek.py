@@ -190,7 +190,6 @@ def test_errors_of_deepseek_name_the_field(
         ({"n_group": 8, "topk_group": 9}, "topk_group must be at most n_group"),
         ({"n_group": 40, "topk_group": 1}, "num_experts_per_tok must be at most .* groups .4."),
         ({"routed_scaling_factor": "2.5"}, "routed_scaling_factor"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "experts"),
     ],
 )
 def test_errors_of_glm_4_5_name_the_field(changes: dict[str, object], named: str) -> None:

@@ -248,9 +248,12 @@ def test_w8a8_is_near_and_graphs_change_nothing(dtype: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_4_bits_are_near_and_graphs_change_nothing(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "sizes"), [("qwen3", {}), ("qwen3-moe", {"moe_intermediate_size": 128})])
+def test_4_bits_are_near_and_graphs_change_nothing(
+    variant: str, sizes: dict[str, int], dtype: str, tmp_path: Path
+) -> None:
     """The weights that they stand for, in a model each matrix of which is held so."""
-    path = tiny_model.build("qwen3", tmp_path / "fine", **WIDE).path
+    path = tiny_model.build(variant, tmp_path / "fine", **WIDE, **sizes).path
     plain = plain_of(path, quantise(path, KINDS["awq"]), tmp_path / "plain")
     check_near(path, plain, dtype, {})
 

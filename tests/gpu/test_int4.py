@@ -117,9 +117,17 @@ def test_layers_that_a_checkpoint_excepts_where_it_stacks_matrices(tmp_path: Pat
     assert kinds == [torch.int16, torch.float32]
 
 
-def test_layers_of_compressed_tensors_by_expression(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (KINDS["w4a16"], {"ignore": ["lm_head", "re:.*down_proj"]}),
+        (KINDS["gptq"], {"dynamic": {r"-:.*\.down_proj$": {}}}),
+    ],
+    ids=["ignore", "dynamic"],
+)
+def test_layers_by_expression(kind: Kind, config: dict[str, Any], tmp_path: Path) -> None:
     path = tiny_model.build("llama", tmp_path, **WIDE).path
-    quantise(path, KINDS["w4a16"], ("down_proj",), ignore=["lm_head", "re:.*down_proj"])
+    quantise(path, kind, ("down_proj",), **config)
     places = load_model(held(path), path, torch.float32, CPU).places()
     assert {places[f"{LAYER}.weight"].dtype, places["model.layers.0.mlp.up_proj.weight"].dtype} == {
         torch.float32,
@@ -294,7 +302,8 @@ REFUSED = {
     "act-order": (changed(gptq, desc_act=True), r"desc_act True is not served, false \(groups of"),
     "marlin": (changed(gptq, checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
     "head": (changed(gptq, lm_head=True), "lm_head True"),
-    "dynamic": (changed(gptq, dynamic={"-:x": {}}), "dynamic"),
+    "dynamic": (changed(gptq, dynamic={"-:x": {}, "+:y": {"bits": 8}}), "dynamic .* that begin with '-:'"),
+    "no expression of gptq": (changed(gptq, dynamic={"-:(": {}}), r"dynamic '\(' .* a regular expression"),
     "w8a8 and w4a16": (changed(pack_quantized, format="mixed-precision"), "format 'mixed-precision'"),
     "w8a16": (scheme(num_bits=8), "num_bits 8"),
     "w4a16 by tensor": (scheme(strategy="tensor"), "strategy 'tensor' is not served, 'group' or 'channel'"),
@@ -345,8 +354,8 @@ def fields_of(told: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             yield from ((name, *rest) for rest in fields_of(value))
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "BertModel"])
-def test_experts_and_encoders_are_refused_by_name(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "GptOssForCausalLM", "BertModel"])
+def test_architectures_that_are_refused_by_name(architecture: str) -> None:
     with pytest.raises(ModelError, match=f"awq is not served of {architecture}"):
         runs_natively({"architectures": [architecture], "quantization_config": AWQ.config})
 

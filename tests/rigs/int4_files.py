@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,10 @@ WIDE: dict[str, Any] = {
     "num_hidden_layers": 2,
 }
 """Sizes of which each of two ranks has matrices that are held in 4 bits."""
+
+
+LAYERS = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
+"""Names of matrices, but for routers, tables and the head."""
 
 
 class Numbers(NamedTuple):
@@ -143,13 +148,16 @@ KINDS = {
 }
 
 
-def quantise(path: Path, kind: Kind, plain: Iterable[str] = (), **config: Any) -> dict[str, Tensor]:
-    """Rewrite a checkpoint's projections in 4 bits, but for those whose names have a part of `plain`, in two
-    shards; further fields of its quantization_config are `config`. Returns the weights that it stands for."""
+def quantise(
+    path: Path, kind: Kind, plain: Iterable[str] = (), layers: re.Pattern[str] = LAYERS, **config: Any
+) -> dict[str, Tensor]:
+    """Rewrite a checkpoint's matrices of names like `layers` in 4 bits, but for those with a part of `plain`,
+    in two shards; further fields of its quantization_config are `config`. Returns the weights that it stands
+    for."""
     meant = load_file(path / "model.safetensors")
     weights = dict(meant)
     left = tuple(plain)
-    for name in [name for name in meant if name.endswith("_proj.weight")]:
+    for name in filter(layers.search, list(meant)):
         if any(part in name for part in left):
             continue
         found = quantised(meant[name], kind.group if kind.group > 0 else meant[name].shape[1], kind.symmetric)
