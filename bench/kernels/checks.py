@@ -26,7 +26,7 @@ from gpu.kernels.gemm import gemv, skinny
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe import route
 from gpu.kernels.moe.gemm_config import TileConfig
-from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
+from gpu.kernels.moe.tuned import INT4_NAME, MoeConfig, MoeShape, rule
 from gpu.sample.noise import bits, row_keys
 
 DEVICE = torch.device("cuda")
@@ -196,6 +196,26 @@ def experts() -> Iterator[Check]:
             yield Check(
                 "fused_moe", f"{live} of {rows}, width {width}, {name}", error(found[:live], expected)
             )
+
+
+def experts_in_4_bits() -> Iterator[Check]:
+    """The whole MoE layer with weights of 4 bits, by the rule, against the weights that they stand for."""
+    size = MoeSize()
+    shape = MoeShape(128, size.width, size.hidden, 8, INT4_NAME, "H200")
+    for group in (32, 128):
+        made = [inputs.moe_int4(each, group, DTYPE) for each in inputs.moe_weights(size, DTYPE, DEVICE)]
+        (n13, s13, w13), (n2, s2, w2) = made
+        for rows in (1, 64, 300, 700, 4096):
+            live = max(rows - 3, 1)
+            x, logits = _randn(rows, size.hidden), torch.randn(rows, 128, device=DEVICE)
+            x[live:] = float("nan")
+            logits[live:] = float("nan")
+            found = inputs.run_moe(
+                x, logits, (n13, n2), 8, rule(shape, rows), scales=(s13, s2), num_rows=scalar(live, DEVICE)
+            )
+            expected = reference.moe(x[:live], logits[:live], w13, w2, 8)
+            case = f"4 bits by {group}, {live} of {rows}"
+            yield Check("fused_moe", case, error(found[:live], expected))
 
 
 def attention() -> Iterator[Check]:
@@ -400,6 +420,7 @@ ALL: dict[str, Callable[[], Iterator[Check]]] = {
     "some_rows": some_rows,
     "routing": routing,
     "experts": experts,
+    "experts_in_4_bits": experts_in_4_bits,
     "attention": attention,
     "chunks": chunks,
     "merging": merging,

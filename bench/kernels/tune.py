@@ -1,4 +1,4 @@
-"""Tunes tile sizes of the MoE GEMMs: `python -m bench.kernels.tune --out DIR [--width 384]`.
+"""Tunes tile sizes of the MoE GEMMs: `python -m bench.kernels.tune --out DIR [--width 384] [--group 128]`.
 
 For every token count, all candidates of both GEMMs are timed separately at each tile height on the same
 routing; the height with the smallest sum of the two best wins. Then the whole layer is timed with this
@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from functools import partial
 from itertools import product
@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from bench.kernels.compile import compiling
-from bench.kernels.inputs import MoeSize, distinct_experts, moe_after, moe_weights
+from bench.kernels.inputs import MoeSize, distinct_experts, moe_after, moe_int4, moe_weights
 from bench.kernels.timing import Row, microseconds
 from gpu.experts import Experts
 from gpu.kernels.moe.fused import fused_moe
@@ -34,7 +34,7 @@ from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.grouped_gemm import grouped_gemm
 from gpu.kernels.moe.grouped_gemm_tma import TALL
 from gpu.kernels.moe.route import Tiles, max_blocks, route
-from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
+from gpu.kernels.moe.tuned import INT4_NAME, MoeConfig, MoeShape, rule
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SHARED = 227 * 1024
@@ -52,30 +52,37 @@ class Variant(NamedTuple):
     config: TileConfig
 
 
-def heights(tokens: int, size: MoeSize) -> tuple[int, ...]:
-    """Tile heights to try, by the average number of rows per expert."""
-    average = tokens * size.top_k / size.experts
-    for limit, found in ((3, (16,)), (10, (16, 32)), (40, (32, 64)), (100, (64, TALL))):
+def heights(tokens: int, size: MoeSize, group: int = 0) -> tuple[int, ...]:
+    """Tile heights to try, by the average number of rows per expert. Weights of 4 bits have no tall ones."""
+    average, most = tokens * size.top_k / size.experts, 128 if group else TALL
+    for limit, found in ((3, (16,)), (10, (16, 32)), (40, (32, 64)), (100, (64, most))):
         if average <= limit:
             return found
-    return (TALL,)
+    return (most,)
 
 
-def _fits(variant: Variant) -> bool:
+def _fits(variant: Variant, group: int) -> bool:
     config, weights = variant.config, 2 if variant.up else 1
     accumulators = weights * variant.block_m * config.block_n / (32 * config.warps)
-    shared = 2 * config.block_k * (variant.block_m + weights * config.block_n) * config.stages
-    return shared <= SHARED and accumulators <= 192
+    rows, outputs = variant.block_m, weights * config.block_n
+    # Of 4 bits a step takes 256 inputs, and keeps words of 64.
+    step = 256 * rows + 64 * outputs if group else config.block_k * (rows + outputs)
+    return 2 * step * config.stages <= SHARED and accumulators <= 192
 
 
-def candidates(up: bool, block_m: int, quick: bool) -> Iterator[Variant]:
+def candidates(up: bool, block_m: int, quick: bool, group: int = 0) -> Iterator[Variant]:
     """Tile configs of one GEMM at a tile height. Low tiles stream weights; tall ones are for wgmma.
 
     Left out, because slower on an H200: activations as the left operand in low tiles; and tiles of 128 rows,
     which took 6 to 19% longer than tall ones from 2,048 tokens on.
     """
-    every: list[TileConfig]
-    if block_m <= 32:
+    rest: Iterable[tuple[Any, ...]]
+    if group:
+        low, wide = block_m <= 32, ((64, 4), (128, 4), (128, 8))
+        flags = ((True, False),) if low else ((True, False), (True, True), (False, False))
+        shapes = product((((32, 2), *wide) if low else wide), (2, 3, 4), flags)
+        rest = ((n, 64, warps, stages, *more, False) for (n, warps), stages, more in shapes)
+    elif block_m <= 32:
         rest = product((64, 128), (64, 128), (4,), (3, 4), (True,), (False,), (False, True))
     elif block_m < TALL:
         rest = product((64, 128), (64,), (4, 8), (3, 4), (True,), (False, True), (False, True))
@@ -84,16 +91,36 @@ def candidates(up: bool, block_m: int, quick: bool) -> Iterator[Variant]:
     every = [TileConfig(*more) for more in rest]
     if quick:
         every = every[::3]
-    yield from (v for config in every if _fits(v := Variant(up, block_m, config)))
+    yield from (v for config in every if _fits(v := Variant(up, block_m, config), group))
 
 
 class Bench:
-    """Weights and inputs of one shape on the GPU."""
+    """Weights and inputs of one shape on the GPU. With a `group` `layer` has the weights in 4 bits, and what
+    they stand for is `w13` and `w2`."""
 
-    def __init__(self, size: MoeSize, device: torch.device) -> None:
+    def __init__(self, size: MoeSize, device: torch.device, group: int = 0) -> None:
         self.size = size
         self.device = device
+        self.group = group
         self.w13, self.w2 = moe_weights(size, torch.bfloat16, device)
+        self.layer = Experts(self.w13, self.w2, size.top_k)
+        if group:
+            (n13, s13, self.w13), (n2, s2, self.w2) = (
+                moe_int4(each, group, torch.bfloat16) for each in (self.w13, self.w2)
+            )
+            self.layer = Experts(n13, n2, size.top_k, scales=(s13, s2))
+
+    def shape(self) -> MoeShape:
+        """What the configs depend on."""
+        kind, size = INT4_NAME if self.group else "bfloat16", self.size
+        name = torch.cuda.get_device_name(0)
+        return MoeShape(size.experts, size.width, size.hidden, size.top_k, kind, name)
+
+    def product(self, rows: Tensor, tiles: Tiles, block_m: int, config: TileConfig, up: bool) -> Tensor:
+        """The layer's first or second GEMM of `rows`."""
+        layer = self.layer
+        w, packed = layer.w13 if up else layer.w2, layer.scales[not up] if layer.scales else None
+        return grouped_gemm(rows, w, tiles, block_m, config, gated=up, packed=packed)
 
     def inputs(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Activations and router logits of several steps."""
@@ -111,9 +138,8 @@ class Bench:
         hidden = torch.randn(len(cut[0].pairs), self.size.width, device=self.device).bfloat16()
 
         def call(x: Tensor, tiles: Tiles) -> Any:
-            if variant.up:
-                return grouped_gemm(x, self.w13, tiles, variant.block_m, variant.config, gated=True)
-            return grouped_gemm(hidden, self.w2, tiles, variant.block_m, variant.config)
+            rows = x if variant.up else hidden
+            return self.product(rows, tiles, variant.block_m, variant.config, variant.up)
 
         calls = [partial(call, x, t) for (x, _), t in zip(steps, cut, strict=True)]
         try:
@@ -125,32 +151,33 @@ class Bench:
 
     def whole(self, config: MoeConfig, steps: list[tuple[Tensor, Tensor]]) -> float:
         """µs of the expert MLP from logits to sum."""
-        experts = Experts(self.w13, self.w2, self.size.top_k)
-        calls = [partial(fused_moe, x, g, experts, config, moe_after(x)) for x, g in steps]
+        calls = [partial(fused_moe, x, g, self.layer, config, moe_after(x)) for x, g in steps]
         return microseconds(calls)
 
 
-def compile_variant(size: MoeSize, variant: Variant) -> None:
+def compile_variant(size: MoeSize, variant: Variant, group: int = 0) -> None:
     """Compile one variant into Triton's cache, in a process of the pool."""
     tokens, k = 16, size.top_k
     total = max_blocks(tokens, size.experts, k, variant.block_m)
     tiles = Tiles(torch.empty(tokens * k, dtype=torch.int32), torch.empty(4, total, dtype=torch.int32))
+    up, (block_m, config) = variant.up, variant[1:]
+    outputs, inputs = (2 * size.width, size.hidden) if up else (size.hidden, size.width)
+    w, packed = torch.empty(size.experts, outputs, inputs, dtype=torch.bfloat16), None
+    if group:
+        w = torch.empty(size.experts, outputs, inputs // 4, dtype=torch.int16)
+        packed = torch.empty(size.experts, inputs // group, outputs, 2, dtype=torch.bfloat16)
+    rows = torch.empty(tokens if up else tokens * k, inputs, dtype=torch.bfloat16)
     with compiling():
-        if variant.up:
-            w13 = torch.empty(size.experts, 2 * size.width, size.hidden, dtype=torch.bfloat16)
-            x = torch.empty(tokens, size.hidden, dtype=torch.bfloat16)
-            grouped_gemm(x, w13, tiles, variant.block_m, variant.config, gated=True)
-        else:
-            w2 = torch.empty(size.experts, size.hidden, size.width, dtype=torch.bfloat16)
-            hidden = torch.empty(tokens * k, size.width, dtype=torch.bfloat16)
-            grouped_gemm(hidden, w2, tiles, variant.block_m, variant.config)
+        grouped_gemm(rows, w, tiles, block_m, config, gated=up, packed=packed)
 
 
-def variants(width: int, tokens: Sequence[int], quick: bool) -> list[tuple[MoeSize, Variant]]:
+def variants(
+    width: int, tokens: Sequence[int], quick: bool, group: int = 0
+) -> list[tuple[MoeSize, Variant, int]]:
     """Arguments of `compile_variant` for all variants of one width."""
     size = MoeSize(width=width)
-    tall = {(up, m) for n in tokens for m in heights(n, size) for up in (True, False)}
-    return [(size, v) for up, m in sorted(tall) for v in candidates(up, m, quick)]
+    tall = {(up, m) for n in tokens for m in heights(n, size, group) for up in (True, False)}
+    return [(size, v, group) for up, m in sorted(tall) for v in candidates(up, m, quick, group)]
 
 
 def compile_all(tasks: Sequence[partial[None]], seconds: float = 180.0) -> None:
@@ -176,9 +203,10 @@ def search(bench: Bench, tokens: int, rule_config: MoeConfig, quick: bool) -> tu
     rule's config wins if the whole layer is faster with it: the search timed the GEMMs separately."""
     steps = bench.inputs(tokens)
     best: tuple[float, MoeConfig] | None = None
-    for block_m in heights(tokens, bench.size):
+    for block_m in heights(tokens, bench.size, bench.group):
         timed = [
-            min((bench.gemm(v, steps), v) for v in candidates(up, block_m, quick)) for up in (True, False)
+            min((bench.gemm(v, steps), v) for v in candidates(up, block_m, quick, bench.group))
+            for up in (True, False)
         ]
         config = MoeConfig(False, block_m, timed[0][1].config, timed[1][1].config)
         if best is None or timed[0][0] + timed[1][0] < best[0]:
@@ -186,17 +214,22 @@ def search(bench: Bench, tokens: int, rule_config: MoeConfig, quick: bool) -> tu
     assert best is not None
     plain = bench.whole(rule_config, steps)
     found = [(plain, rule_config), (bench.whole(best[1], steps), best[1])]
-    if tokens <= 8:
+    if tokens <= 8 and not bench.group:
         small = best[1]._replace(small=True)
         found.append((bench.whole(small, steps), small))
     spent, config = min(found)
     return config, spent, plain
 
 
-def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe_add_norm") -> Row:
+def weight_bytes(group: int) -> float:
+    """Of a weight: of 4 bits in a `group` that has a scale and a zero point, or of bfloat16."""
+    return 0.5 + 4 / group if group else 2.0
+
+
+def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe_add_norm", group: int = 0) -> Row:
     """A line of the table, with the bytes of the distinct experts and activations, and the FLOPs."""
     expert = 3 * size.hidden * size.width
-    moved = 2 * (distinct_experts(tokens, size) * expert + 2 * tokens * size.hidden)
+    moved = distinct_experts(tokens, size) * expert * weight_bytes(group) + 4 * tokens * size.hidden
     flops = 2.0 * tokens * size.top_k * expert
     target = ""
     if 32 <= tokens <= 512:
@@ -207,13 +240,12 @@ def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe_add_norm")
 
 
 def tune(
-    width: int, tokens: Sequence[int], out: Path, seconds: float, quick: bool
+    width: int, tokens: Sequence[int], out: Path, seconds: float, quick: bool, group: int = 0
 ) -> tuple[dict[int, MoeConfig], list[Row]]:
     """Tune for at most `seconds`, write the file after every token count, return configs and lines."""
     size, began = MoeSize(width=width), time.monotonic()
-    bench = Bench(size, torch.device("cuda"))
-    name = torch.cuda.get_device_name(0)
-    shape = MoeShape(size.experts, width, size.hidden, size.top_k, "bfloat16", name)
+    bench = Bench(size, torch.device("cuda"), group)
+    shape = bench.shape()
     found: dict[int, MoeConfig] = {}
     rows: list[Row] = []
     for n in tokens:
@@ -222,7 +254,7 @@ def tune(
             break
         config, us, plain = search(bench, n, rule(shape, n, deep=True), quick)
         found[n] = config
-        rows.append(row(n, size, us))
+        rows.append(row(n, size, us, group=group))
         print(f"{rows[-1].line()}  rule {plain:.1f} us  {describe(config)}", flush=True)
         write(out / shape.file, found)
     return found, rows
@@ -261,10 +293,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--quick", action="store_true", help="a third of the candidates")
+    parser.add_argument("--group", type=int, default=0, help="weights of 4 bits, by so many inputs")
     args = parser.parse_args(argv)
-    tasks = variants(args.width, args.tokens, args.quick)
+    tasks = variants(args.width, args.tokens, args.quick, args.group)
     compile_all([partial(compile_variant, *task) for task in tasks])
-    tune(args.width, args.tokens, args.out, args.seconds, args.quick)
+    tune(args.width, args.tokens, args.out, args.seconds, args.quick, args.group)
     return 0
 
 
