@@ -116,9 +116,12 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "--generation-config": {"vllm": "none"},
     "--kv-dtype": {"fp8_e4m3": "fp8"},
     # What a checkpoint is says its config.json.
-    "--quantization": dict.fromkeys(
-        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), "auto"
-    ),
+    "--quantization": {
+        **dict.fromkeys(
+            ("awq", "awq_marlin", "gptq", "gptq_marlin", "moe_wna16", "compressed-tensors"), "auto"
+        ),
+        "w8a8_int8": "int8",
+    },
     "--tool-parser": _TOOLS,
     "--reasoning-parser": _REASONING,
     "--speculative-algorithm": ALGORITHMS,
