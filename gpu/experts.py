@@ -76,3 +76,8 @@ class Experts(NamedTuple):
     def is_int4(self) -> bool:
         """Whether they are integers of 4 bits."""
         return self.is_packed and self.scales is not None and self.scales[0].is_floating_point()
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether they are MXFP4."""
+        return self.is_packed and not self.is_int4

@@ -214,7 +214,7 @@ def search(bench: Bench, tokens: int, rule_config: MoeConfig, quick: bool) -> tu
     assert best is not None
     plain = bench.whole(rule_config, steps)
     found = [(plain, rule_config), (bench.whole(best[1], steps), best[1])]
-    if tokens <= 8 and not bench.group:
+    if tokens <= 8:
         small = best[1]._replace(small=True)
         found.append((bench.whole(small, steps), small))
     spent, config = min(found)

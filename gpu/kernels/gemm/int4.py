@@ -71,7 +71,7 @@ def _adding(shift: int, base: int) -> str:
 
 
 def _asm(shift: int, base: int) -> tl.constexpr:
-    """What `_numbers` runs."""
+    """What `numbers_of` runs."""
     return tl.constexpr(f"{{ .reg .b32 t, base; {_adding(shift, base)} mov.b32 $0, t; }}")
 
 
@@ -82,13 +82,13 @@ _WORD = tl.constexpr(WORD)
 
 @jit
 def _base(x: tl.tensor) -> tl.tensor:
-    """What `_numbers` adds to numbers."""
+    """What `numbers_of` adds to numbers."""
     kind: tl.constexpr = x.dtype.element_ty
     return 128.0 if kind == tl.bfloat16 else (1024.0 if kind == tl.float16 else 0.0)
 
 
 @jit
-def _numbers(words: tl.tensor, x: tl.tensor, AT: tl.constexpr) -> tl.tensor:
+def numbers_of(words: tl.tensor, x: tl.tensor, AT: tl.constexpr) -> tl.tensor:
     """The numbers `AT` of `words`, plus `_base`, in the dtype of what `x` points to."""
     kind: tl.constexpr = x.dtype.element_ty
     if kind == tl.float32:
@@ -106,6 +106,21 @@ def _numbers(words: tl.tensor, x: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def load_pair(scales: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Scale and zero `at` these places, 0 where `mask` is: as one number where they have 16 bits, which a
+    pipeline can load."""
+    other: tl.constexpr = None if mask is None else 0
+    if scales.dtype.element_ty == tl.float32:
+        found = (
+            tl.load(scales + 2 * at, mask=mask, other=other),
+            tl.load(scales + 2 * at + 1, mask=mask, other=other),
+        )
+    else:
+        found = tl.load(scales + at, mask=mask, other=other)
+    return found
+
+
+@jit
 def pairs_of(
     scales: tl.tensor,
     row: tl.tensor,
@@ -114,27 +129,22 @@ def pairs_of(
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> tl.tensor:
-    """What scales `tile` of the words of `row`, outputs of N: scale and zero of each of its groups, as one
-    number where they have 16 bits, which a pipeline can load."""
+    """What scales `tile` of the words of `row`, outputs of N: `load_pair` of each of its groups."""
     found: tl.tensor = ()
     for k in tl.static_range(0, _WORD * SPAN, GROUP):
-        at = (tile * (_WORD * SPAN) + k) // GROUP * N + row
-        if scales.dtype.element_ty == tl.float32:
-            found += ((tl.load(scales + 2 * at), tl.load(scales + 2 * at + 1)),)
-        else:
-            found += ((tl.load(scales + at),),)
+        found += (load_pair(scales, (tile * (_WORD * SPAN) + k) // GROUP * N + row, None),)
     return found
 
 
 @jit
-def _split_pair(pair: tl.tensor, x: tl.tensor) -> tl.tensor:
+def split_pair(pair: tl.tensor, x: tl.tensor) -> tl.tensor:
     """Scale and `_base` + zero, in the dtype of what `x` points to."""
     kind: tl.constexpr = x.dtype.element_ty
     if kind == tl.float32:
         scale, zero = pair[0], pair[1]
     else:
-        scale = (pair[0] & 0xFFFF).to(tl.int16).to(kind, bitcast=True)
-        zero = (pair[0] >> 16).to(tl.int16).to(kind, bitcast=True)
+        scale = (pair & 0xFFFF).to(tl.int16).to(kind, bitcast=True)
+        zero = (pair >> 16).to(tl.int16).to(kind, bitcast=True)
         zero = (zero.to(tl.float32) + _base(x)).to(kind)
     return scale, zero
 
@@ -142,8 +152,8 @@ def _split_pair(pair: tl.tensor, x: tl.tensor) -> tl.tensor:
 @jit
 def weights_of(words: tl.tensor, pair: tl.tensor, x: tl.tensor, AT: tl.constexpr) -> tl.tensor:
     """The weights whose numbers are `AT` in `words` [BLOCK_N, SPAN], in the dtype of what `x` points to."""
-    scale, zero = _split_pair(pair, x)
-    return (_numbers(words, x, AT) - zero[:, None]) * scale[:, None]
+    scale, zero = split_pair(pair, x)
+    return (numbers_of(words, x, AT) - zero[:, None]) * scale[:, None]
 
 
 @jit
@@ -205,11 +215,11 @@ def _multiply_add(
             acc = tl.dot(weights, tl.trans(some[at]), acc, input_precision="ieee")
     else:
         for k in tl.static_range(0, _WORD * SPAN, GROUP):
-            scale, zero = _split_pair(pairs[k // GROUP], x)
+            scale, zero = split_pair(pairs[k // GROUP], x)
             products = tl.zeros(acc.shape, tl.float32)
             for at in tl.static_range(_WORD):
                 if at * SPAN >= k and at * SPAN < k + GROUP:
-                    numbers = _numbers(words, x, at)
+                    numbers = numbers_of(words, x, at)
                     products = tl.dot(numbers, tl.trans(some[at]), products, input_precision="ieee")
             by, less = scale.to(tl.float32), zero.to(tl.float32)
             acc += (products - less[:, None] * sums[k // GROUP]) * by[:, None]

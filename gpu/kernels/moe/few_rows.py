@@ -5,7 +5,8 @@
     down  a program per (row, columns): all of the row's experts at once, weighted, summed
 
 At one row the weights of eight experts (75 MB at 30B-A3B, 17.6 µs) dwarf everything else, and a tensor
-core would be fed one row in sixteen.
+core would be fed one row in sixteen. Integers of 4 bits (`gpu.quant.int4`) are a quarter of that to read,
+and it is sums of their products that are scaled, so that a weight costs three operations. Not measured.
 
 `down` routes for itself too, so that its weights stream in while `up` still runs: it starts when every
 program of `up` has let it, which each does behind its wait, so the router's logits are there by then, if
@@ -24,10 +25,12 @@ from core.models.quant import BLOCK
 from gpu.experts import Experts
 from gpu.kernels.gemm.gemv import WIDE, chunk, dots, tiles
 from gpu.kernels.jit import begin, cdiv, jit, launch_options, pow2
+from gpu.kernels.moe.few_rows_int4 import fine_down_sums, fine_row, fine_shape, fine_up_sums
 from gpu.kernels.moe.route import Routing, add_pairs, router
 from gpu.kernels.silu_mul import gated
+from gpu.quant import int4
 
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK, _WORD = tl.constexpr(BLOCK), tl.constexpr(int4.WORD)
 
 RESIDENT = 1056
 """Programs of two warps and 128 registers a thread that the 132 processors of an H200 hold at once."""
@@ -52,8 +55,9 @@ class FewRowsConfig(NamedTuple):
     down_warps: int
 
 
-UP_REGISTERS = 128
-"""Of a thread of `up`, where the row fits beside the weights; the compiler would take 166 and be alone."""
+UP_REGISTERS, FINE_REGISTERS = 128, 168
+"""Of a thread of `up`, where the row fits beside the weights; the compiler would take 166 and be alone. What
+turns 4 bits into numbers takes more, and six programs of a multiprocessor for eight."""
 
 
 @jit
@@ -113,6 +117,83 @@ def _by_block(
 
 
 @jit
+def _up_sums(
+    gates: tl.tensor,
+    ups: tl.tensor,
+    row: tl.tensor,
+    scales: tl.tensor,
+    cols: tl.tensor,
+    chosen: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """float32 [WARPS, BLOCK_K / WIDE] of gate and of up, which sum along the second axis to their products of
+    the `row` with the weights `gates` and `ups` of the columns `cols`."""
+    gate = tl.zeros([WARPS, BLOCK_K // WIDE], tl.float32)
+    up = tl.zeros([WARPS, BLOCK_K // WIDE], tl.float32)
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        some = row[i].to(tl.float32)
+        by_gate = dots(gates[i].to(tl.float32), some, WARPS, BLOCK_K)
+        by_up = dots(ups[i].to(tl.float32), some, WARPS, BLOCK_K)
+        if BLOCKS:
+            k = i * BLOCK_K + tl.arange(0, BLOCK_K // WIDE)[None, :] * WIDE
+            w_row, there = chosen * (2 * N) + cols[:, None], (cols < N)[:, None]
+            by_gate *= _by_block(scales, w_row, k, there, K)
+            by_up *= _by_block(scales, w_row + N, k, there, K)
+        gate += by_gate
+        up += by_up
+    return gate, up
+
+
+@jit
+def _down_sums(
+    held: tl.tensor,
+    hidden: tl.tensor,
+    pair: tl.tensor,
+    live: tl.tensor,
+    scales: tl.tensor,
+    expert: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """float32 [BLOCK_J, SPAN, BLOCK_K / WIDE] that sum along the last axis to the products of the rows `pair`
+    of `hidden` with the weights `held` of their experts, for the columns `cols`."""
+    J: tl.constexpr = inside.shape[0]
+    SPAN: tl.constexpr = cols.shape[0]
+    total = tl.zeros([J, SPAN, BLOCK_K // WIDE], tl.float32)
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        d = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(hidden + pair[:, None] * K + d, mask=live[:, None] & (d < K), other=0.0)
+        product = held[i].to(tl.float32) * x.to(tl.float32)[:, None, :]
+        some = tl.sum(tl.reshape(product, [J, SPAN, BLOCK_K // WIDE, WIDE]), 3)
+        if BLOCKS:
+            k = i * BLOCK_K + tl.arange(0, BLOCK_K // WIDE)[None, None, :] * WIDE
+            w_row = (expert * N)[:, None, None] + cols[None, :, None]
+            some *= _by_block(scales, w_row, k, inside, K)
+        total += some
+    return total
+
+
+@jit
+def _finish(
+    sums: tl.tensor, scales: tl.tensor | None, bias: tl.tensor | None, outputs: tl.tensor, there: tl.tensor
+) -> tl.tensor:
+    """Sums of `outputs`, where `there`, with their scales and biases, if they have any."""
+    if scales is not None:
+        sums *= tl.load(scales + outputs, mask=there, other=0.0)
+    if bias is not None:
+        sums += tl.load(bias + outputs, mask=there, other=0.0).to(tl.float32)
+    return sums
+
+
+@jit
 def _small_up(
     x: tl.tensor,
     logits: tl.tensor,
@@ -132,9 +213,11 @@ def _small_up(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     ROUTER: tl.constexpr,
+    FINE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     E: tl.constexpr = ROUTER.experts
+    HELD: tl.constexpr = K if FINE is None else K // _WORD
     pair = tl.program_id(1)
     row = pair // ROUTER.top_k
     begin(PDL)
@@ -149,38 +232,28 @@ def _small_up(
             tl.store(routing.experts + pair, -1)
             tl.store(routing.weights + pair, 0.0)
         return
-    if KEEP:
+    if FINE is not None:
+        held, sums = fine_row(x + row * K, K, WARPS, BLOCK_K, FINE)
+    elif KEEP:
         held = _row(x + row * K, K, WARPS, BLOCK_K)
-    gates = w13 + chosen.to(tl.int64) * (2 * N * K)
+    gates = w13 + chosen.to(tl.int64) * (2 * N * HELD)
     for step in tl.static_range(STEPS):
         cols = (tl.program_id(0) * STEPS + step) * WARPS + tl.arange(0, WARPS)
         inside = None if N % (STEPS * WARPS) == 0 else cols < N
-        gate_tiles = tiles(gates, cols, inside, K, BLOCK_K)
-        up_tiles = tiles(gates + N * K, cols, inside, K, BLOCK_K)
-        if not KEEP:
-            held = _row(x + row * K, K, WARPS, BLOCK_K)
-        gate = tl.zeros([WARPS, BLOCK_K // WIDE], tl.float32)
-        up = tl.zeros([WARPS, BLOCK_K // WIDE], tl.float32)
-        for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
-            some = held[i].to(tl.float32)
-            by_gate = dots(gate_tiles[i].to(tl.float32), some, WARPS, BLOCK_K)
-            by_up = dots(up_tiles[i].to(tl.float32), some, WARPS, BLOCK_K)
-            if BLOCKS:
-                k = i * BLOCK_K + tl.arange(0, BLOCK_K // WIDE)[None, :] * WIDE
-                w_row, there = chosen * (2 * N) + cols[:, None], (cols < N)[:, None]
-                by_gate *= _by_block(s13, w_row, k, there, K)
-                by_up *= _by_block(s13, w_row + N, k, there, K)
-            gate += by_gate
-            up += by_up
+        gate_tiles = tiles(gates, cols, inside, HELD, BLOCK_K)
+        up_tiles = tiles(gates + N * HELD, cols, inside, HELD, BLOCK_K)
+        if FINE is not None:
+            gate, up = fine_up_sums(
+                gate_tiles, up_tiles, held, sums, s13, cols, chosen, x, N, K, WARPS, BLOCK_K, FINE
+            )
+        else:
+            if not KEEP:
+                held = _row(x + row * K, K, WARPS, BLOCK_K)
+            gate, up = _up_sums(gate_tiles, up_tiles, held, s13, cols, chosen, N, K, WARPS, BLOCK_K, BLOCKS)
         gate, up = tl.reduce((gate, up), 1, add_pairs)
-        if s13 is not None and not BLOCKS:
-            scale = s13 + chosen * (2 * N) + cols
-            gate *= tl.load(scale, mask=cols < N, other=0.0)
-            up *= tl.load(scale + N, mask=cols < N, other=0.0)
-        if b13 is not None:
-            bias = b13 + chosen * (2 * N) + cols
-            gate += tl.load(bias, mask=cols < N, other=0.0).to(tl.float32)
-            up += tl.load(bias + N, mask=cols < N, other=0.0).to(tl.float32)
+        by_output = None if BLOCKS or FINE is not None else s13
+        gate = _finish(gate, by_output, b13, chosen * (2 * N) + cols, cols < N)
+        up = _finish(up, by_output, b13, chosen * (2 * N) + N + cols, cols < N)
         result = gated(gate, up, ALPHA, LIMIT)
         tl.store(hidden + pair * N + cols, result.to(hidden.dtype.element_ty), mask=cols < N)
     if tl.program_id(0) == 0:  # last: nothing here waits for it
@@ -209,11 +282,13 @@ def _small_down(
     WARPS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROUTER: tl.constexpr,
+    FINE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     E: tl.constexpr = ROUTER.experts
     TOP_K: tl.constexpr = ROUTER.top_k
     BLOCK_J: tl.constexpr = ROUTER.block_k
+    HELD: tl.constexpr = K if FINE is None else K // _WORD
     row = tl.program_id(1)
     live = row >= 0
     if num_rows is not None:
@@ -223,45 +298,36 @@ def _small_down(
     j = tl.arange(0, BLOCK_J)
     cols = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     inside = (j < TOP_K)[:, None, None] & (cols < N)[None, :, None]
-    at = w2 + expert.to(tl.int64)[:, None, None] * (N * K) + cols[None, :, None] * K
+    at = w2 + expert.to(tl.int64)[:, None, None] * (N * HELD) + cols[None, :, None] * HELD
     held: tl.tensor = ()
-    for k in tl.static_range(0, K, BLOCK_K):
+    for k in tl.static_range(0, HELD, BLOCK_K):
         d = k + tl.arange(0, BLOCK_K)[None, None, :]
-        some = tl.load(at + d, mask=inside & (d < K), other=0.0, eviction_policy="evict_first")
+        some = tl.load(at + d, mask=inside & (d < HELD), other=0.0, eviction_policy="evict_first")
         held += (some,)
     begin(PDL)
     if not live:
         return
     pair = row * TOP_K + j
-    total = tl.zeros([BLOCK_J, SPAN, BLOCK_K // WIDE], tl.float32)
-    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
-        d = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        x = tl.load(hidden + pair[:, None] * K + d, mask=(j < TOP_K)[:, None] & (d < K), other=0.0)
-        product = held[i].to(tl.float32) * x.to(tl.float32)[:, None, :]
-        some = tl.sum(tl.reshape(product, [BLOCK_J, SPAN, BLOCK_K // WIDE, WIDE]), 3)
-        if BLOCKS:
-            k = i * BLOCK_K + tl.arange(0, BLOCK_K // WIDE)[None, None, :] * WIDE
-            w_row = (expert * N)[:, None, None] + cols[None, :, None]
-            some *= _by_block(s2, w_row, k, inside, K)
-        total += some
+    if FINE is not None:
+        total = fine_down_sums(held, hidden, pair, j < TOP_K, s2, expert, cols, inside, N, K, BLOCK_K, FINE)
+    else:
+        total = _down_sums(held, hidden, pair, j < TOP_K, s2, expert, cols, inside, N, K, BLOCK_K, BLOCKS)
     weight = tl.load(weights + pair, mask=j < TOP_K, other=0.0)[:, None]
     found = tl.sum(total, 2)
     outputs, there = expert[:, None] * N + cols[None, :], (j < TOP_K)[:, None] & (cols < N)[None, :]
-    if s2 is not None and not BLOCKS:
-        found *= tl.load(s2 + outputs, mask=there, other=0.0)
-    if b2 is not None:
-        found += tl.load(b2 + outputs, mask=there, other=0.0).to(tl.float32)
+    found = _finish(found, None if BLOCKS or FINE is not None else s2, b2, outputs, there)
     found = tl.sum(found * weight, 0)
     tl.store(out + row * N + cols, found.to(out.dtype.element_ty), mask=cols < N)
 
 
-def few_rows_config(w2: Tensor, top_k: int) -> FewRowsConfig:
-    """For `w2` [experts, hidden, width]: `up` in one wave at one row, `down` in the registers it may hold."""
-    width = w2.shape[2]
+def few_rows_config(w2: Tensor, top_k: int, width: int) -> FewRowsConfig:
+    """For `w2` [experts, hidden, `width`], of 4 bits in words: `up` in one wave at one row, `down` in the
+    registers it may hold."""
     warps = 2
-    steps = min(max(round(top_k * width / (warps * RESIDENT)), 1), 4)
+    resident = RESIDENT * 3 // 4 if w2.dtype == torch.int16 else RESIDENT
+    steps = min(max(round(top_k * width / (warps * resident)), 1), 4)
     for columns, low_warps in ((4, 4), (2, 4), (1, 4)):
-        if pow2(top_k) * columns * width * w2.element_size() <= HELD * 4 * 32 * low_warps:
+        if pow2(top_k) * columns * w2.shape[2] * w2.element_size() <= HELD * 4 * 32 * low_warps:
             return FewRowsConfig(warps, steps, columns, low_warps)
     return FewRowsConfig(warps, steps, 1, 8)
 
@@ -284,10 +350,15 @@ def few_rows_moe(
     w13, w2, top_k, renormalise, _, scales, *_ = experts
     b13, b2 = experts.biases or (None, None)
     gate = (0.0, 0.0) if (clamped := experts.clamped) is None else (clamped.alpha, clamped.limit)
-    use = config or few_rows_config(w2, top_k)
     s13, s2 = scales if scales is not None else (None, None)
     rows, size = x.shape
-    width = w2.shape[2]
+    width = w13.shape[1] // 2
+    use = config or few_rows_config(w2, top_k, width)
+    up_fine = down_fine = None
+    if experts.is_int4:
+        assert s13 is not None and s2 is not None
+        up_fine, s13 = fine_shape(s13, size)
+        down_fine, s2 = fine_shape(s2, width)
     routing = Routing(
         torch.empty(rows, top_k, dtype=torch.float32, device=x.device),
         torch.empty(rows, top_k, dtype=torch.int32, device=x.device),
@@ -295,7 +366,7 @@ def few_rows_moe(
     hidden = x.new_empty(rows * top_k, width)
     out = torch.empty_like(x)
     chosen_by = router(logits.shape[1], top_k, renormalise)
-    blocked = s13 is not None and s13.dim() == w13.dim()
+    blocked = s13 is not None and s13.dim() == w13.dim() and up_fine is None
     keep = size * x.element_size() <= 4096  # 32 registers
     _small_up[(cdiv(width, use.up_warps * use.up_steps), rows * top_k)](
         x,
@@ -310,14 +381,15 @@ def few_rows_moe(
         K=size,
         WARPS=use.up_warps,
         STEPS=use.up_steps,
-        BLOCK_K=chunk(size, 256),
+        BLOCK_K=chunk(w13.shape[2], 256),
         KEEP=keep,
         BLOCKS=blocked,
         ALPHA=gate[0],
         LIMIT=gate[1],
         ROUTER=chosen_by,
+        FINE=up_fine,
         **launch_options(pdl, use.up_warps),
-        **({"maxnreg": UP_REGISTERS} if keep and pdl else {}),
+        **({"maxnreg": UP_REGISTERS if up_fine is None else FINE_REGISTERS} if keep and pdl else {}),
     )
     _small_down[(cdiv(size, use.down_columns), rows)](
         hidden,
@@ -331,10 +403,11 @@ def few_rows_moe(
         N=size,
         K=width,
         SPAN=use.down_columns,
-        BLOCK_K=chunk(width, 256 * max(use.down_warps // chosen_by.block_k, 1)),
+        BLOCK_K=chunk(w2.shape[2], 256 * max(use.down_warps // chosen_by.block_k, 1)),
         WARPS=use.down_warps,
         BLOCKS=blocked,
         ROUTER=chosen_by,
+        FINE=down_fine,
         **launch_options(pdl, use.down_warps),
     )
     return out, routing

@@ -4,7 +4,7 @@ up to a few rows    few_rows_moe, rms_norm                              3 launch
 up to 128 rows      choose, sort, gate_up, down, moe_sum                5
 above               route, scatter, gate_up, down, moe_sum              5
 
-Weights of 4 bits go by the grouped products at any number of rows. Weights of 8 bits multiply rows that are
+MXFP4 weights go by the grouped products at any number of rows. Weights of 8 bits multiply rows that are
 quantised first, 2 launches more; `few_rows_moe` widens them instead, since reading them is its time. Adapters
 are a launch more in front of each GEMM, and few rows take these GEMMs too, as they do where experts are not
 the best of a plain softmax (`Choice`).
@@ -56,7 +56,7 @@ def fused_moe(
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   the normed [T, hidden], or the sum, in x's dtype
     """
-    few = config.small and experts.choice.plain and not experts.is_packed
+    few = config.small and experts.choice.plain and not experts.is_mxfp4
     if few and (adapters is None or not any(experts.lora)):
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
         if after is None:

@@ -76,7 +76,8 @@ def rule(shape: MoeShape, tokens: int, deep: bool = False) -> MoeConfig:
     # Of int8 not measured; where there is less room than on Hopper, tiles of 16 bits leave half of it.
     fp8 = shape.dtype.startswith(FP8_NAME) or (shape.dtype == INT8_NAME and deep)
     if shape.dtype in (MXFP4_NAME, INT4_NAME):
-        return MoeConfig(False, *_packed_tiles(average, shape.dtype == INT4_NAME))
+        integers = shape.dtype == INT4_NAME
+        return MoeConfig(integers and tokens <= SMALL_ROWS, *_packed_tiles(average, integers))
     return MoeConfig(
         tokens <= SMALL_ROWS, *(_fp8_tiles(shape, average) if fp8 else _tiles(shape, average, deep))
     )

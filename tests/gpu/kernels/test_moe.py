@@ -127,12 +127,12 @@ def test_mxfp4_weights(
 @pytest.mark.parametrize(
     ("rows", "live", "group", "config"),
     [
-        (3, 2, 32, MoeConfig(True, 16, WIDE, UNEVEN)),  # few rows have no kernel of their own
+        (3, 2, 32, MoeConfig(False, 16, WIDE, UNEVEN)),
         (40, 38, 128, MoeConfig(False, 16, SWAP._replace(block_n=64), UNEVEN)),
         (9, 9, 64, MoeConfig(False, 16, UNEVEN, SWAP)),
         (9, 7, 0, MoeConfig(False, 32, HALF, HALF)),
     ],
-    ids=["few, by 32", "some, by 128", "by 64", "by output"],
+    ids=["by 32", "some, by 128", "by 64", "by output"],
 )
 def test_weights_of_4_bits(
     rows: int,
@@ -156,6 +156,22 @@ def test_weights_of_4_bits(
     found = fused_moe(x, logits, layer, config, None, num_rows=scalar(live, device))
     want = reference.moe(x[:live], logits[:live], w13, w2, size.top_k)
     assert error(found[:live], want) < tolerance
+
+
+@pytest.mark.parametrize("group", [32, 128, 0])
+def test_few_rows_of_4_bits(group: int, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    """Words of an output in two pieces, the second short; steps that leave a rest of columns."""
+    size = MoeSize(experts=4, width=128, hidden=1280, top_k=2)
+    x, logits, *weights = moe_inputs(2, size, dtype, device)
+    logits[1:] = x[1:] = float("nan")  # padded rows may hold anything
+    for weight in weights:
+        weight += 0.5 * weight.abs().amax()  # zero points that are not the middle
+    (n13, s13, w13), (n2, s2, w2) = (moe_int4(w, group or w.shape[2], dtype) for w in weights)
+    up, down = (torch.randn(size.experts, w.shape[1], device=device).to(dtype) for w in (w13, w2))
+    layer = Experts(n13, n2, size.top_k, scales=(s13, s2), biases=(up, down))
+    found, _ = few_rows_moe(x, logits, layer, num_rows=scalar(1, device), config=FewRowsConfig(4, 3, 128, 8))
+    want = reference.moe(x[:1], logits[:1], w13, w2, size.top_k, biases=(up, down))
+    assert error(found[:1], want) < tolerance
 
 
 @pytest.mark.gpu
