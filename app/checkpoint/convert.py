@@ -18,7 +18,7 @@ from typing import Any
 
 from core.env import cache_dir, read_object
 from core.errors import ModelError
-from core.models.gguf import gguf_config
+from core.models.gguf import GgufFacts, gguf_config, gguf_facts
 
 _FORMAT = 3
 """Part of the cache key: raise it when what is written changes."""
@@ -36,8 +36,8 @@ def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
 
     def write(folder: Path) -> None:
         progress(f"reading the configuration and vocabulary of {path.name} (once)")
-        fields, shapes, factor = _read_gguf(path)
-        config = gguf_config(fields, shapes, factor)
+        facts = _read_gguf(path)
+        fields, config = facts.fields, gguf_config(facts)
         generation: dict[str, Any] = {
             key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config
         }
@@ -104,18 +104,14 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], float]:
-    """Scalar and string metadata, the tensors' shapes (fastest axis first), and the largest rope
-    frequency factor (1 without)."""
+def _read_gguf(path: Path) -> GgufFacts:
     import gguf
 
     try:
         reader = gguf.GGUFReader(path)
         bulk = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
         fields = {f.name: f.contents() for f in reader.fields.values() if f.name not in bulk}
-        shapes = {t.name: tuple(int(n) for n in t.shape) for t in reader.tensors}
-        factors = next((t for t in reader.tensors if t.name == "rope_freqs.weight"), None)
-        factor = float(factors.data.max()) if factors is not None else 1.0
+        facts = gguf_facts(fields, reader.tensors)
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
         raise ModelError(
             f"{path} is not a readable .gguf file ({error}). --model takes a directory with config.json, "
@@ -125,7 +121,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], 
         raise ModelError(
             f"{path.name} is one part of a split .gguf. Join the parts with `gguf-split --merge`."
         )
-    return fields, shapes, factor
+    return facts
 
 
 def _tokenizer_settings(fields: Mapping[str, Any]) -> dict[str, Any]:

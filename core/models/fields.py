@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from core.errors import ModelError
@@ -97,3 +100,14 @@ class Fields:
     def array(self, name: str) -> list[object]:
         """A list; empty when absent."""
         return list(self._value(name, list, "a list", []))
+
+
+def nearest(name: str, served: Iterable[str]) -> str:
+    """Of those that are served, the most similar to a name that is not."""
+    return max(sorted(served), key=partial(_likeness, name))
+
+
+def _likeness(one: str, other: str) -> tuple[int, float]:
+    """With how many equal characters two names begin, since the family comes first; then their similarity."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return same, difflib.SequenceMatcher(None, one, other).ratio()

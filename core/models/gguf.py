@@ -1,34 +1,163 @@
-"""Metadata of a .gguf file as a Hugging Face config, so that one reader knows every format."""
+"""Metadata of a .gguf file as a Hugging Face config, so that one reader knows every format.
+
+What a field means is as llama.cpp's converter (convert_hf_to_gguf.py, conversion/) writes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from core.errors import ModelError
+from core.models.fields import nearest
 
-GGUF_ARCHITECTURES: Mapping[str, str] = {
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
+GGUF_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3": ("Gemma3ForCausalLM",),
+    "granite": ("GraniteForCausalLM",),
+    "llama": ("LlamaForCausalLM", "MixtralForCausalLM"),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen2moe": ("Qwen2MoeForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "qwen3moe": ("Qwen3MoeForCausalLM",),
+    "smollm3": ("SmolLM3ForCausalLM",),
 }
-"""By `general.architecture`, that of a config.json."""
-MIXTRAL = "MixtralForCausalLM"
-"""What a file of `llama` with experts is."""
-READ_FROM_GGUF = frozenset({*GGUF_ARCHITECTURES.values(), MIXTRAL})
+"""By `general.architecture`, those of a config.json that such a file may be of: the first, unless what the
+file says of itself is another's."""
+READ_FROM_GGUF = frozenset(chain.from_iterable(GGUF_ARCHITECTURES.values()))
+
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors of what wavelengths are divided by. They go into the config, not into the model."""
+
+_PLAIN = (None, 0, 1, 32)
+"""Values of `general.file_type` of files in float32, float16 and bfloat16; the others are quantised."""
+
+
+class GgufFacts(NamedTuple):
+    """What is known of a .gguf file before its weights are read.
+
+    fields   metadata; long arrays may be left out
+    shapes   of tensors, fastest axis first
+    formats  of tensors: F16, Q4_K, MXFP4, ...
+    factors  the tensors of `FACTORS`
+    """
+
+    fields: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    formats: Mapping[str, str] = MappingProxyType({})
+    factors: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+
+
+def gguf_facts(fields: Mapping[str, Any], tensors: Iterable[Any]) -> GgufFacts:
+    """Of metadata, and tensors as the package gguf reads them."""
+    listed = list(tensors)
+    return GgufFacts(
+        fields,
+        {each.name: tuple(map(int, each.shape)) for each in listed},
+        {each.name: each.tensor_type.name for each in listed},
+        {each.name: tuple(map(float, each.data)) for each in listed if each.name in FACTORS},
+    )
+
+
+class _File:
+    """The facts of one file, asked for by the names that fields have behind the architecture's."""
+
+    def __init__(self, facts: GgufFacts) -> None:
+        self.kind = str(facts.fields.get("general.architecture", ""))
+        if self.kind not in GGUF_ARCHITECTURES:
+            raise ModelError(
+                f"the .gguf architecture {self.kind!r} is not supported; the nearest that is: "
+                f"{nearest(self.kind, GGUF_ARCHITECTURES)!r}. Supported are {', '.join(GGUF_ARCHITECTURES)}."
+            )
+        self.facts = facts
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = self.facts.fields.get(f"{self.kind}.{name}")
+        return default if found is None else found
+
+    def want(self, name: str) -> Any:
+        """A field that must be there."""
+        if (found := self.get(name)) is None:
+            raise ModelError(f"the .gguf file lacks the field {self.kind}.{name}.")
+        return found
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer; without a default it must be there."""
+        found = self.want(name) if default is None else self.get(name, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found <= 0:
+            raise ModelError(
+                f"{self.kind}.{name} of the .gguf file must be a positive integer, got {found!r}."
+            )
+        return found
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """As `size`."""
+        found = self.want(name) if default is None else self.get(name, default)
+        try:
+            return _decimal(float(found))
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{self.kind}.{name} of the .gguf file must be a number.") from error
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.facts.shapes
+
+    def named(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """The fields that are there, by what a config.json calls them."""
+        found = {ours: self.get(theirs) for theirs, ours in names.items() if self.get(theirs) is not None}
+        return {name: _decimal(each) if isinstance(each, float) else each for name, each in found.items()}
+
+
+def _decimal(number: float) -> float:
+    """What float32 stands for: 9.999999747e-06 is meant as 1e-05."""
+    return float(f"{number:.6g}")
+
+
+def gguf_config(facts: GgufFacts) -> dict[str, Any]:
+    """config.json of a .gguf file. Raises `ModelError`, for an architecture that is not supported with the
+    most similar one that is."""
+    file = _File(facts)
+    heads, hidden = file.size("attention.head_count"), file.size("embedding_length")
+    embedding = facts.shapes.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError("the .gguf file lacks the tensor token_embd.weight.")
+    config: dict[str, Any] = {
+        "architectures": [GGUF_ARCHITECTURES[file.kind][0]],
+        "vocab_size": embedding[-1],
+        "hidden_size": hidden,
+        "intermediate_size": file.want("feed_forward_length"),
+        "num_hidden_layers": file.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.get("attention.head_count_kv", heads),
+        "head_dim": file.size("attention.key_length", max(hidden // heads, 1)),
+        "max_position_embeddings": file.want("context_length"),
+        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(file),
+        "tie_word_embeddings": not file.has("output.weight"),
+        "attention_bias": file.has("blk.0.attn_q.bias"),
+    }
+    if facts.fields.get("general.file_type") not in _PLAIN:
+        config["quantization_config"] = {"quant_method": "gguf"}
+    if file.kind in _OWN:
+        config |= _OWN[file.kind](file, config)
+    for name in ("bos", "eos"):
+        if (token := facts.fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            config[f"{name}_token_id"] = token
+    return config
+
+
+Own = Callable[[_File, Mapping[str, Any]], dict[str, Any]]
+"""What files of one architecture say besides, and instead, of the config that all have."""
+
 _MULTIPLIERS: Mapping[str, str] = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-"""Of Granite."""
 _GEMMA: Mapping[str, str] = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -37,104 +166,95 @@ _GEMMA: Mapping[str, str] = {
 }
 
 
-_PLAIN = (None, 0, 1, 32)
-"""Values of `general.file_type` of files in float32, float16 and bfloat16; the others are quantised."""
+def _granite(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    return file.named(_MULTIPLIERS)
 
 
-def gguf_config(
-    fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factor: float = 1.0
-) -> dict[str, Any]:
-    """config.json of a .gguf file from its metadata and tensor shapes. Raises `ModelError`."""
-    kind = str(fields.get("general.architecture", ""))
-    if kind not in GGUF_ARCHITECTURES:
-        known = ", ".join(GGUF_ARCHITECTURES)
-        raise ModelError(f"the .gguf architecture {kind!r} is not supported; supported are {known}.")
+def _gemma(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    # No file says what scores are divided by. The largest differ, known by their layers as in llama.cpp.
+    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[file.kind]
+    width = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    return {"query_pre_attn_scalar": width, **file.named(_GEMMA), **_layer_types(file)}
 
-    def want(name: str) -> Any:
-        value = fields.get(f"{kind}.{name}")
-        if value is None:
-            raise ModelError(f"the .gguf file lacks the field {kind}.{name}.")
-        return value
 
-    heads, hidden = want("attention.head_count"), want("embedding_length")
-    embedding = shapes.get("token_embd.weight")
-    if embedding is None:
-        raise ModelError("the .gguf file lacks the tensor token_embd.weight.")
-    config: dict[str, Any] = {
-        "architectures": [GGUF_ARCHITECTURES[kind]],
-        "vocab_size": embedding[-1],
-        "hidden_size": hidden,
-        "intermediate_size": want("feed_forward_length"),
-        "num_hidden_layers": want("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get(f"{kind}.attention.head_count_kv", heads),
-        "head_dim": fields.get(f"{kind}.attention.key_length") or hidden // heads,
-        "max_position_embeddings": want("context_length"),
-        # float32 in the file: 9.999999747e-06 is meant as 1e-05.
-        "rms_norm_eps": float(f"{want('attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": float(fields.get(f"{kind}.rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(fields, kind, rope_factor),
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
+def _layer_types(file: _File) -> dict[str, Any]:
+    """Which layers slide, where the file says it: of each, or the period of those that do not."""
+    slides = file.get("attention.sliding_window_pattern")
+    if isinstance(slides, int):
+        slides = [(i + 1) % max(slides, 1) > 0 for i in range(file.size("block_count"))]
+    if not isinstance(slides, list):
+        return {}
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+
+
+def _llama(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """With experts it is Mixtral."""
+    if not file.get("expert_count"):
+        return {}
+    experts = {
+        "num_local_experts": file.want("expert_count"),
+        "num_experts_per_tok": file.want("expert_used_count"),
     }
-    if fields.get("general.file_type") not in _PLAIN:
-        config["quantization_config"] = {"quant_method": "gguf"}
-    config |= _of_kind(kind, fields, want, config)
-    for name in ("bos", "eos"):
-        if (token := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
-            config[f"{name}_token_id"] = token
-    return config
+    return {"architectures": ["MixtralForCausalLM"], **experts}
 
 
-def _of_kind(
-    kind: str, fields: Mapping[str, Any], want: Callable[[str], Any], config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What only some architectures have."""
-    found: dict[str, Any] = {}
-    if kind == "granite":
-        found = {ours: fields.get(f"{kind}.{theirs}", 1.0) for theirs, ours in _MULTIPLIERS.items()}
-    if kind in ("gemma2", "gemma3"):
-        return _gemma(kind, fields, config)
-    if not fields.get(f"{kind}.expert_count"):
-        return found
-    found["num_experts_per_tok"] = want("expert_used_count")
-    if kind == "llama":
-        return found | {"architectures": [MIXTRAL], "num_local_experts": want("expert_count")}
-    found |= {
-        "num_experts": want("expert_count"),
-        "moe_intermediate_size": want("expert_feed_forward_length"),
-        "norm_topk_prob": kind == "qwen3moe",
+def _olmo(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """With a window it is OLMo 3."""
+    if not file.get("attention.sliding_window"):
+        return {}
+    window = {"sliding_window": file.want("attention.sliding_window"), **_layer_types(file)}
+    return {"architectures": ["Olmo3ForCausalLM"], **window}
+
+
+def _qwen_moe(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Qwen2-MoE, the first, whose experts' weights are left as they are, and of what came after it."""
+    found = {
+        "num_experts": file.want("expert_count"),
+        "num_experts_per_tok": file.want("expert_used_count"),
+        "moe_intermediate_size": file.want("expert_feed_forward_length"),
+        "norm_topk_prob": file.kind != "qwen2moe",
     }
-    if kind == "qwen2moe":
-        found["shared_expert_intermediate_size"] = want("expert_shared_feed_forward_length")
+    if file.kind == "qwen2moe":
+        found["shared_expert_intermediate_size"] = file.want("expert_shared_feed_forward_length")
         found["qkv_bias"] = config["attention_bias"]
     return found
 
 
-def _gemma(kind: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    # No file says what scores are divided by. The largest differ, known by their layers as in llama.cpp.
-    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[kind]
-    width = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
-    named = {ours: fields.get(f"{kind}.{theirs}") for theirs, ours in _GEMMA.items()}
-    told = {name: value for name, value in named.items() if value is not None}
-    return {"query_pre_attn_scalar": width, **told}
+_OWN: Mapping[str, Own] = {
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "granite": _granite,
+    "llama": _llama,
+    "olmo2": _olmo,
+    "qwen2moe": _qwen_moe,
+    "qwen3moe": _qwen_moe,
+}
 
 
-def _rope_scaling(fields: Mapping[str, Any], kind: str, rope_factor: float) -> dict[str, Any] | None:
-    prefix = f"{kind}.rope.scaling."
-    name, factor = fields.get(prefix + "type"), fields.get(prefix + "factor")
-    original = fields.get(prefix + "original_context_length")
+_YARN: Mapping[str, str] = {
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+"""The first of two that are one was written before."""
+
+
+def _rope_scaling(file: _File) -> dict[str, Any] | None:
+    name, factor = file.get("rope.scaling.type"), file.get("rope.scaling.factor")
+    original = file.get("rope.scaling.original_context_length")
     if name in ("linear", "yarn") and factor:
-        scaling: dict[str, Any] = {"rope_type": name, "factor": float(factor)}
+        scaling: dict[str, Any] = {"rope_type": name, "factor": file.number("rope.scaling.factor")}
         if original:
             scaling["original_max_position_embeddings"] = original
-        return scaling
-    if rope_factor > 1.0:
+        return scaling | file.named(_YARN)
+    largest = max(file.facts.factors.get("rope_freqs.weight", ()), default=1.0)
+    if largest > 1.0:
         # Llama 3.1 and later: the file holds the factor per frequency, whose largest is the
         # configured one; the other three values are the same in every released model.
         return {
             "rope_type": "llama3",
-            "factor": rope_factor,
+            "factor": largest,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": original or 8192,

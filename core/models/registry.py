@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
-from functools import partial
-from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
 
 from core.errors import ModelError
 from core.models import deepseek, hybrid, pooled, read, unlisted
-from core.models.fields import Config, Fields
+from core.models.fields import Config, Fields, nearest
 from core.models.gguf import READ_FROM_GGUF
 from core.models.spec import ModelSpec, PoolingSpec, Task
 
@@ -163,18 +160,12 @@ def family_of(architecture: str) -> Family:
 def unsupported(architecture: str, reason: str = "") -> ModelError:
     """The error for an architecture that cannot be served, with the reason and the most similar one that
     can."""
-    nearest = max(sorted(FAMILIES), key=partial(_likeness, architecture))
     because = f": {reason}" if reason else ""
     return ModelError(
-        f"Architecture {architecture} is not supported{because}; the nearest that is: {nearest}. "
+        f"Architecture {architecture} is not supported{because}; the nearest that is: "
+        f"{nearest(architecture, FAMILIES)}. "
         "'python -m app models' lists all."
     )
-
-
-def _likeness(one: str, other: str) -> tuple[int, float]:
-    """With how many equal characters two names begin, since the family comes first; then their similarity."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    return same, difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def runs_natively(config: Config, embeds: bool = False) -> bool:

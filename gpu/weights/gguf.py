@@ -6,8 +6,10 @@ Names and rope layout follow llama.cpp's convert_hf_to_gguf.py, undone.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderTensor, dequantize
 
 from core.errors import ModelError
-from core.models.gguf import gguf_config
+from core.models.gguf import FACTORS, gguf_config, gguf_facts
 from gpu.weights.files import Progress, Task, run_tasks
 from gpu.weights.fill import Filler
 
@@ -51,14 +53,18 @@ _LAYER: Mapping[str, str] = {
 }
 """With {} for the number of an expert where a tensor holds the matrices of all."""
 
-_GEMMA: Mapping[str, str] = {**_LAYER, "ffn_norm": "pre_feedforward_layernorm"}
-"""Of architectures with norms behind attention and the MLP too."""
+_GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
+_OWN: Mapping[str, Mapping[str, str]] = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+}
+"""By architecture what its layers have otherwise, or besides."""
 
 _PERMUTED = ("granite", "llama", "smollm3")
 """Architectures whose q and k are in the order of interleaved rope."""
 
-_ROPE_FREQS = "rope_freqs.weight"
-"""Llama 3's scaling as a tensor of divisors; it goes into the config instead."""
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+"""A layer's tensor: its layer, and its name there."""
 
 _SLAB = 2**20
 """Numbers that are dequantised at once: some 20 MiB in passing, in each of the reading threads."""
@@ -66,17 +72,22 @@ _SLAB = 2**20
 _RUN = 16
 """Tensors per task of the reading threads."""
 
+_SHORT = 1024
+"""Entries of an array that may be of layers, and is read."""
+
 
 class _Reader(GGUFReader):  # type: ignore[misc]
-    """Steps over arrays, of which the library makes one of numpy's for each entry: the vocabulary of
+    """Steps over long arrays, of which the library makes one of numpy's for each entry: the vocabulary of
     the default model took 2.0 s of the 2.02 to open it."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-        if raw_type != GGUFValueType.ARRAY:
+        item, count, end = raw_type, 0, orig_offs + 12
+        if raw_type == GGUFValueType.ARRAY:
+            item, count = struct.unpack_from("<IQ", self.data, orig_offs)
+        few = count <= _SHORT and item not in (GGUFValueType.STRING, GGUFValueType.ARRAY)
+        if raw_type != GGUFValueType.ARRAY or few:
             found: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)
             return found
-        item, count = struct.unpack_from("<IQ", self.data, orig_offs)
-        end = orig_offs + 12
         if item == GGUFValueType.STRING:
             for _ in range(count):
                 end += 8 + struct.unpack_from("<Q", self.data, end)[0]
@@ -86,7 +97,7 @@ class _Reader(GGUFReader):  # type: ignore[misc]
 
 
 def _open(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
-    """Metadata without its arrays, and the tensors, mapped. Raises `ModelError`."""
+    """Metadata without its long arrays, and the tensors, mapped. Raises `ModelError`."""
     if not path.is_file():
         raise ModelError(f"{path} is missing.")
     try:
@@ -98,10 +109,7 @@ def _open(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
 
 def config_from_gguf(path: Path) -> dict[str, Any]:
     """The file's metadata as the config.json of the same model. Raises `ModelError`."""
-    fields, tensors = _open(path)
-    shapes = {tensor.name: tuple(tensor.shape.tolist()) for tensor in tensors}
-    factor = next((float(tensor.data.max()) for tensor in tensors if tensor.name == _ROPE_FREQS), 1.0)
-    return gguf_config(fields, shapes, factor)
+    return gguf_config(gguf_facts(*_open(path)))
 
 
 def hf_name(name: str, kind: str) -> str:
@@ -110,11 +118,14 @@ def hf_name(name: str, kind: str) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{suffix}"
-    parts = stem.split(".")
-    layer = _GEMMA if kind.startswith("gemma") else _LAYER
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in layer:
-        return f"model.layers.{parts[1]}.{layer[parts[2]]}.{suffix}"
-    return name
+    if (place := _BLOCK.fullmatch(name)) is None:
+        return name
+    layer, own = place.groups()
+    names = {**_LAYER, **_OWN.get(kind, {})}
+    stem, _, suffix = own.rpartition(".")
+    if own in names:
+        return f"model.layers.{layer}.{names[own]}"
+    return f"model.layers.{layer}.{names[stem]}.{suffix}" if stem in names else name
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -155,17 +166,45 @@ class _Matrix(NamedTuple):
         return torch.from_numpy(values).reshape(len(self.rows), self.inputs)
 
 
+class _Rows(NamedTuple):
+    """Rows of a tensor in the mapped file, or made of those of several, for one tensor of a checkpoint.
+
+    kind    their format
+    rows    as they lie in the file, [outputs, ...] but for vectors
+    shape   of the checkpoint's tensor
+    """
+
+    kind: GGMLQuantizationType
+    rows: Any
+    shape: tuple[int, ...]
+
+
 def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: Progress) -> None:
     """Dequantise every tensor into its place. Raises `ModelError` for a file that cannot be read."""
     fields, found = _open(path)
-    permuted: dict[str, int] = {}
-    if (kind := str(fields.get("general.architecture"))) in _PERMUTED:
-        heads = fields[f"{kind}.attention.head_count"]
-        permuted = {"attn_q": heads, "attn_k": fields.get(f"{kind}.attention.head_count_kv", heads)}
-    tensors = [tensor for tensor in found if tensor.name != _ROPE_FREQS]
+    kind = str(fields.get("general.architecture"))
+    orders = _orders(kind, fields)
+    tensors = [tensor for tensor in found if tensor.name not in FACTORS]
     named = [(hf_name(tensor.name, kind), tensor) for tensor in tensors]
-    tasks = [_reader(filler, named[first : first + _RUN], permuted) for first in range(0, len(named), _RUN)]
+    tasks = [_reader(filler, named[first : first + _RUN], orders) for first in range(0, len(named), _RUN)]
     run_tasks(tasks, len(tensors), device, progress)
+
+
+Order = Callable[[int], torch.Tensor]
+"""For so many rows, which one of the file comes where."""
+
+
+def _orders(kind: str, fields: Mapping[str, Any]) -> Mapping[str, Order]:
+    """Of a layer's tensors, by their names there, whose rows are not in a checkpoint's order."""
+    if kind not in _PERMUTED:
+        return {}
+    heads = fields[f"{kind}.attention.head_count"]
+    by_name = {"attn_q": heads, "attn_k": fields.get(f"{kind}.attention.head_count_kv", heads)}
+    return {name: partial(_unpermuted, count) for name, count in by_name.items()}
+
+
+def _unpermuted(heads: int, rows: int) -> torch.Tensor:
+    return unpermute(torch.arange(rows), heads)
 
 
 def _release(tensor: ReaderTensor) -> None:
@@ -179,31 +218,38 @@ def _release(tensor: ReaderTensor) -> None:
         mapped.madvise(mmap.MADV_DONTNEED, first, tensor.data_offset + tensor.n_bytes - first)
 
 
-def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], permuted: Mapping[str, int]) -> Task:
-    def put(tensor: ReaderTensor, name: str, rows: Any, shape: tuple[int, ...]) -> None:
-        if not filler.wants(name, shape):
-            return
-        heads = permuted.get(tensor.name.split(".")[-2])
-        if heads is not None:
-            rows = unpermute(torch.from_numpy(np.array(rows)), heads).numpy()
-        outputs = shape[0] if len(shape) == 2 else 1
-        matrix = _Matrix(tensor.name, tensor.tensor_type, rows.reshape(outputs, -1), shape[-1])
-        if len(shape) == 2:
-            filler.put_coarse(name, matrix)
-        else:
-            filler.put(name, matrix.floats().reshape(shape))
-
+def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], orders: Mapping[str, Order]) -> Task:
     def read(tick: Callable[[], None]) -> None:
         for name, tensor in named:
-            shape = tuple(reversed(tensor.shape.tolist()))
-            if tensor.name.endswith("ffn_gate_inp_shexp.weight"):  # a vector in the file
-                shape = (1, shape[-1])
-            if "{}" in name:
-                for expert, rows in enumerate(tensor.data):
-                    put(tensor, name.format(expert), rows, shape[1:])
-            else:
-                put(tensor, name, tensor.data, shape)
+            for place, found in _rows(name, tensor, orders):
+                _put(filler, place, tensor.name, found)
             _release(tensor)
             tick()
 
     return read
+
+
+def _rows(name: str, tensor: ReaderTensor, orders: Mapping[str, Order]) -> Iterator[tuple[str, _Rows]]:
+    """What a tensor of the file is in a checkpoint, where it is called `name`."""
+    shape, kind = tuple(reversed(tensor.shape.tolist())), tensor.tensor_type
+    if tensor.name.endswith("ffn_gate_inp_shexp.weight"):  # a vector in the file
+        shape = (1, shape[-1])
+    if "{}" in name:
+        for expert, rows in enumerate(tensor.data):
+            yield name.format(expert), _Rows(kind, rows, shape[1:])
+        return
+    rows, order = tensor.data, orders.get(tensor.name.split(".")[-2])
+    yield name, _Rows(kind, rows if order is None else rows[order(len(rows)).numpy()], shape)
+
+
+def _put(filler: Filler, name: str, source: str, found: _Rows) -> None:
+    """Fill the place of `name`; `source` is what the file calls the tensor."""
+    kind, rows, shape = found
+    if not filler.wants(name, shape):
+        return
+    outputs = shape[0] if len(shape) == 2 else 1
+    matrix = _Matrix(source, kind, rows.reshape(outputs, -1), shape[-1])
+    if len(shape) == 2:
+        filler.put_coarse(name, matrix)
+    else:
+        filler.put(name, matrix.floats().reshape(shape))

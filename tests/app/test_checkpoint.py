@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from app.checkpoint.checkpoint import Checkpoint, resolve, resolve_draft
-from app.checkpoint.convert import gguf_config, with_split
+from app.checkpoint.convert import with_split
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from app.text.vocab import DecoderKind, Vocabulary
 from core.config import ModelConfig
 from core.errors import ConfigError, ModelError
+from core.models.gguf import GgufFacts, gguf_config
 from core.request import SamplingParams
 from gpu.build import check_config
 from tests.rigs import vocabularies
@@ -403,7 +404,7 @@ def fields(kind: str, **more: Any) -> dict[str, Any]:
 
 def test_families_differ_in_what_they_have() -> None:
     shapes = {"token_embd.weight": (64, 100), "output.weight": (64, 100), "blk.0.attn_q.bias": (64,)}
-    qwen = gguf_config(fields("qwen2"), shapes)
+    qwen = gguf_config(GgufFacts(fields("qwen2"), shapes))
     assert qwen["architectures"] == ["Qwen2ForCausalLM"]
     assert (qwen["tie_word_embeddings"], qwen["attention_bias"], qwen["num_key_value_heads"]) == (
         False,
@@ -417,7 +418,7 @@ def test_families_differ_in_what_they_have() -> None:
         "expert_feed_forward_length": 32,
         "attention.key_length": 32,
     }
-    config = gguf_config(fields("qwen3moe", **moe), shapes)
+    config = gguf_config(GgufFacts(fields("qwen3moe", **moe), shapes))
     assert (config["num_experts"], config["moe_intermediate_size"], config["head_dim"]) == (8, 32, 32)
     for kind, layers, divisor in (
         ("gemma2", 42, 32),
@@ -425,18 +426,20 @@ def test_families_differ_in_what_they_have() -> None:
         ("gemma3", 46, 32),
         ("gemma3", 62, 16),
     ):
-        gemma = gguf_config(fields(kind, block_count=layers, **{"attention.key_length": 32}), shapes)
+        facts = GgufFacts(fields(kind, block_count=layers, **{"attention.key_length": 32}), shapes)
+        gemma = gguf_config(facts)
         assert gemma["query_pre_attn_scalar"] == divisor
     assert "attn_logit_softcapping" not in gemma and "sliding_window" not in gemma
 
 
 def test_rope_scalings() -> None:
     shapes = {"token_embd.weight": (64, 100)}
-    linear = gguf_config(
-        fields("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}), shapes
-    )
+    scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    linear = gguf_config(GgufFacts(fields("llama", **scaled), shapes))
     assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    llama3 = gguf_config(fields("llama"), shapes, 32.0)["rope_scaling"]
+    llama3 = gguf_config(GgufFacts(fields("llama"), shapes, factors={"rope_freqs.weight": (1.0, 32.0)}))[
+        "rope_scaling"
+    ]
     assert (llama3["rope_type"], llama3["factor"]) == ("llama3", 32.0)
 
 
@@ -444,7 +447,7 @@ def test_a_missing_field_is_named() -> None:
     incomplete = fields("llama")
     del incomplete["llama.block_count"]
     with pytest.raises(ModelError, match=r"llama\.block_count"):
-        gguf_config(incomplete, {"token_embd.weight": (64, 100)})
+        gguf_config(GgufFacts(incomplete, {"token_embd.weight": (64, 100)}))
 
 
 def test_a_real_directory() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -34,12 +35,13 @@ NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
-GEMMA = {
+_BEHIND = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""What is otherwise there than in `NAMES`."""
+OWN: dict[str, dict[str, str]] = {"gemma2": _BEHIND, "gemma3": _BEHIND, "olmo2": _BEHIND}
+"""By architecture what is otherwise there than in `NAMES`, or besides."""
 
 PERMUTED = ("granite", "llama", "smollm3")
 
@@ -49,7 +51,7 @@ def gguf_name(name: str, arch: str) -> str:
     if not stem.startswith("model.layers."):
         return f"{NAMES[stem]}.{suffix}"
     _, _, layer, rest = stem.split(".", 3)
-    names = NAMES | GEMMA if arch.startswith("gemma") else NAMES
+    names = NAMES | OWN.get(arch, {})
     return f"blk.{layer}.{names[rest]}.{suffix}"
 
 
@@ -58,7 +60,10 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
-def apart(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def apart(state: Mapping[str, torch.Tensor]) -> Named:
     """A state with gate and up of the experts apart, their names as those of other matrices."""
     for name, tensor in state.items():
         if name.endswith("gate_up_proj"):
@@ -67,6 +72,84 @@ def apart(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor
         else:
             yield name + ".weight" if name.endswith("experts.down_proj") else name, tensor
 
+
+def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor]) -> Named:
+    """The tensors of a file, as the converter of `arch` makes them."""
+    for name, tensor in apart(state):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if arch in PERMUTED and "q_proj" in name:
+            tensor = permute(tensor, config.num_attention_heads)
+        if arch in PERMUTED and "k_proj" in name:
+            tensor = permute(tensor, config.num_key_value_heads)
+        if name.endswith("shared_expert_gate.weight"):
+            tensor = tensor.squeeze()
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1.0
+        yield gguf_name(name, arch), tensor
+
+
+def _common(writer: gguf.GGUFWriter, config: Any) -> None:
+    """What the converter writes of every architecture whose config has it."""
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if head_dim := getattr(config, "head_dim", None):
+        writer.add_key_length(head_dim)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention") or rope
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if experts := getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _granite(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _gemma(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if shared := getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(shared)
+
+
+def _olmo(writer: gguf.GGUFWriter, config: Any) -> None:
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+FACTS: Mapping[str, Callable[[gguf.GGUFWriter, Any], None]] = {
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "granite": _granite,
+    "olmo2": _olmo,
+    "qwen2moe": _experts,
+    "qwen3moe": _experts,
+}
+"""By architecture what its converter writes besides."""
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
@@ -83,56 +166,19 @@ def write(
     writer = gguf.GGUFWriter(str(path), arch)
     # As llama.cpp counts them, which the library does not say of every kind.
     writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q8_0 if quantise else gguf.LlamaFileType.ALL_F32))
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(getattr(config, "head_dim", None) or 16)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
     writer.add_token_list([f"token {i}" for i in range(300)])
     writer.add_token_scores([0.5] * 300)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    if experts := getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0):
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-    if arch.endswith("moe"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if arch == "qwen2moe":
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if arch == "granite":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-    if arch == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    if arch.startswith("gemma"):
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-        writer.add_sliding_window(config.sliding_window)
-    if arch == "gemma3":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
-    for name, tensor in apart(reference.state_dict()):
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if arch in PERMUTED and "q_proj" in name:
-            tensor = permute(tensor, config.num_attention_heads)
-        if arch in PERMUTED and "k_proj" in name:
-            tensor = permute(tensor, config.num_key_value_heads)
-        if name.endswith("shared_expert_gate.weight"):
-            tensor = tensor.squeeze()
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
-            tensor = tensor + 1.0
+    _common(writer, config)
+    if arch in FACTS:
+        FACTS[arch](writer, config)
+    for name, tensor in converted(arch, config, reference.state_dict()):
         data = tensor.contiguous().numpy()
         if quantise and tensor.dim() > 1:
-            writer.add_tensor(gguf_name(name, arch), gguf.quantize(data, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name, arch), data)
+            writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
