@@ -19,6 +19,7 @@ GGUF_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "granite": ("GraniteForCausalLM",),
     "llama": ("LlamaForCausalLM", "MixtralForCausalLM"),
     "olmo2": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+    "phi3": ("Phi3ForCausalLM",),
     "qwen2": ("Qwen2ForCausalLM",),
     "qwen2moe": ("Qwen2MoeForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
@@ -120,6 +121,7 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
     most similar one that is."""
     file = _File(facts)
     heads, hidden = file.size("attention.head_count"), file.size("embedding_length")
+    head_dim = file.size("attention.key_length", max(hidden // heads, 1))
     embedding = facts.shapes.get("token_embd.weight")
     if embedding is None:
         raise ModelError("the .gguf file lacks the tensor token_embd.weight.")
@@ -131,11 +133,12 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
         "num_hidden_layers": file.size("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": file.get("attention.head_count_kv", heads),
-        "head_dim": file.size("attention.key_length", max(hidden // heads, 1)),
+        "head_dim": head_dim,
         "max_position_embeddings": file.want("context_length"),
         "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": file.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file),
+        "partial_rotary_factor": file.size("rope.dimension_count", head_dim) / head_dim,
         "tie_word_embeddings": not file.has("output.weight"),
         "attention_bias": file.has("blk.0.attn_q.bias"),
     }
@@ -206,6 +209,12 @@ def _olmo(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"architectures": ["Olmo3ForCausalLM"], **window}
 
 
+def _phi(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A window of 0 is none."""
+    window = file.get("attention.sliding_window")
+    return {"sliding_window": window} if window else {}
+
+
 def _qwen_moe(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
     """Of Qwen2-MoE, the first, whose experts' weights are left as they are, and of what came after it."""
     found = {
@@ -226,6 +235,7 @@ _OWN: Mapping[str, Own] = {
     "granite": _granite,
     "llama": _llama,
     "olmo2": _olmo,
+    "phi3": _phi,
     "qwen2moe": _qwen_moe,
     "qwen3moe": _qwen_moe,
 }
@@ -243,11 +253,17 @@ _YARN: Mapping[str, str] = {
 def _rope_scaling(file: _File) -> dict[str, Any] | None:
     name, factor = file.get("rope.scaling.type"), file.get("rope.scaling.factor")
     original = file.get("rope.scaling.original_context_length")
+    scaling: dict[str, Any]
     if name in ("linear", "yarn") and factor:
-        scaling: dict[str, Any] = {"rope_type": name, "factor": file.number("rope.scaling.factor")}
+        scaling = {"rope_type": name, "factor": file.number("rope.scaling.factor")}
         if original:
             scaling["original_max_position_embeddings"] = original
         return scaling | file.named(_YARN)
+    long, short = (file.facts.factors.get(f"rope_factors_{each}.weight") for each in ("long", "short"))
+    if long and short:
+        # rope.scaling.attn_factor follows from the positions, as it does where it is read.
+        scaling = {"rope_type": "longrope", "long_factor": list(long), "short_factor": list(short)}
+        return scaling | {"original_max_position_embeddings": original}
     largest = max(file.facts.factors.get("rope_freqs.weight", ()), default=1.0)
     if largest > 1.0:
         # Llama 3.1 and later: the file holds the factor per frequency, whose largest is the

@@ -57,6 +57,7 @@ _GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
 _OWN: Mapping[str, Mapping[str, str]] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 """By architecture what its layers have otherwise, or besides."""
 

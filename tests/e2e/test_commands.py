@@ -103,7 +103,7 @@ def test_models_lists_what_is_served() -> None:
         *("generate", "native", "hermes", "think"),
         "safetensors, fp8, int8, gguf",
     )
-    assert table["Phi3ForCausalLM"] == ("generate", "native", "phi4_mini_json", "-", fine)
+    assert table["Phi3ForCausalLM"] == ("generate", "native", "phi4_mini_json", "-", f"{fine}, gguf")
     assert table["BertModel"] == ("embed", "native", "-", "-", "safetensors")
     assert table["Qwen2ForSequenceClassification"] == (
         *("classify", "native", "-", "-"),

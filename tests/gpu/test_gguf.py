@@ -32,6 +32,8 @@ CPU = torch.device("cpu")
         ("olmo2", "olmo2", {}),
         ("olmo2", "olmo2-yarn", {}),
         ("olmo2", "olmo3", {}),
+        ("phi3", "phi3", {}),
+        ("phi3", "phi3-longrope", {}),
         ("qwen2", "qwen2", {}),
         # What a file cannot say: windows, layers without experts, and whether experts' weights sum to 1.
         (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import transformers
 
@@ -40,7 +42,12 @@ _BEHIND = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-OWN: dict[str, dict[str, str]] = {"gemma2": _BEHIND, "gemma3": _BEHIND, "olmo2": _BEHIND}
+OWN: dict[str, dict[str, str]] = {
+    "gemma2": _BEHIND,
+    "gemma3": _BEHIND,
+    "olmo2": _BEHIND,
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+}
 """By architecture what is otherwise there than in `NAMES`, or besides."""
 
 PERMUTED = ("granite", "llama", "smollm3")
@@ -66,7 +73,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 def apart(state: Mapping[str, torch.Tensor]) -> Named:
     """A state with gate and up of the experts apart, their names as those of other matrices."""
     for name, tensor in state.items():
-        if name.endswith("gate_up_proj"):
+        if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
                 yield name.replace("gate_up", part) + ".weight", half
         else:
@@ -141,11 +148,28 @@ def _olmo(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
 
+def _phi(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    head_dim = config.hidden_size // config.num_attention_heads
+    positions = config.max_position_embeddings
+    original = rope.get("original_max_position_embeddings", positions)
+    writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_sliding_window(config.sliding_window or 0)
+    if "long_factor" in rope:
+        writer.add_rope_scaling_attn_factors(
+            math.sqrt(1 + math.log(positions / original) / math.log(original))
+        )
+        for each in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{each}.weight", np.array(rope[f"{each}_factor"], np.float32))
+
+
 FACTS: Mapping[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "gemma2": _gemma,
     "gemma3": _gemma,
     "granite": _granite,
     "olmo2": _olmo,
+    "phi3": _phi,
     "qwen2moe": _experts,
     "qwen3moe": _experts,
 }

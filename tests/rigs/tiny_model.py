@@ -33,7 +33,7 @@ _LLAMA3 = _rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
-_FACTORS = {"short_factor": [1.0 + i / 9 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
+_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 """For half of the 12 dimensions that are rotated of a head of 16."""
 _MOE: dict[str, Any] = {
     "num_experts": 8,
