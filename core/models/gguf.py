@@ -16,6 +16,7 @@ from core.models.fields import nearest
 GGUF_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "gemma2": ("Gemma2ForCausalLM",),
     "gemma3": ("Gemma3ForCausalLM",),
+    "gpt-oss": ("GptOssForCausalLM",),
     "granite": ("GraniteForCausalLM",),
     "llama": ("LlamaForCausalLM", "MixtralForCausalLM"),
     "olmo2": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
@@ -190,6 +191,30 @@ def _layer_types(file: _File) -> dict[str, Any]:
     return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
 
 
+def _gpt_oss(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What clamps its gates is in no file: the same in every released model."""
+    found = {
+        "num_local_experts": file.want("expert_count"),
+        "num_experts_per_tok": file.want("expert_used_count"),
+        "intermediate_size": file.want("expert_feed_forward_length"),
+        "sliding_window": file.want("attention.sliding_window"),
+        **_layer_types(file),
+    }
+    if config["rope_scaling"]:
+        found["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
+    layers = range(config["num_hidden_layers"])
+    plain = [layer for layer in layers if any(each != "MXFP4" for each in _expert_formats(file, layer))]
+    if len(plain) < len(layers):
+        names = [rf"model\.layers\.{layer}\." for layer in plain]
+        found["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": names}
+    return found
+
+
+def _expert_formats(file: _File, layer: int) -> list[str | None]:
+    names = (f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
+    return [file.facts.formats.get(name) for name in names]
+
+
 def _llama(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
     """With experts it is Mixtral."""
     if not file.get("expert_count"):
@@ -232,6 +257,7 @@ def _qwen_moe(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
 _OWN: Mapping[str, Own] = {
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
     "llama": _llama,
     "olmo2": _olmo,

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.errors import ModelError
 from core.models.quant import MXFP4_GROUP
 from gpu.quant import int4
 from gpu.quant.int4 import WORD
@@ -54,6 +55,21 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.bucketize(scaled.abs().contiguous(), edges.to(scaled.device)) + 8 * (scaled < 0)
     low, high = codes.to(torch.uint8).view(*many, inputs // 2, 2).unbind(-1)
     return low | high << 4, (exponent + BIAS).clamp(0, 254).to(torch.uint8)
+
+
+def from_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers and scale of rows as GGML has them: uint8 [outputs, inputs / 32 * 17], of each group its scale
+    and 16 bytes, whose low bits are the first half of the inputs."""
+    blocks = rows.view(len(rows), -1, 1 + MXFP4_GROUP // 2)
+    halves = blocks[..., 1:]
+    low, high = torch.cat([halves & 15, halves >> 4], -1).flatten(1).view(len(rows), -1, 2).unbind(-1)
+    return low | high << 4, blocks[..., 0].contiguous()
+
+
+def check(name: str, scale: Tensor) -> None:
+    """Raise `ModelError` where weights of the tensor `name` are too large for kernels."""
+    if bool((scale > MOST).any()):
+        raise ModelError(f"{name} has weights above 12, which no kernel reads: use --quantization none.")
 
 
 def pack(numbers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from core.env import read_object
 from core.errors import ModelError
 from core.models import Int4
 from core.models.quant import MXFP4_GROUP
-from gpu.quant.mxfp4 import MOST, restore
+from gpu.quant import mxfp4
+from gpu.quant.mxfp4 import restore
 from gpu.quant.scaled import EIGHT_BITS
 from gpu.thread import device_thread
 from gpu.weights.experts import Stack
@@ -153,7 +154,8 @@ def _read_experts(filler: Filler, shard: _Shard, name: str, stack: Stack) -> Non
     """Read the tensor `name` of all experts of a layer. Numbers in MXFP4 are restored with their scales where
     no place takes them as they lie."""
     shape = shard.shape(name)
-    restored = stack.packed and not filler.takes_mxfp4(stack)
+    first = stack.place(0, "gate" if stack.fused else "down")
+    restored = stack.packed and not filler.takes_mxfp4(first)
     if restored and stack.kind == "_scales":
         return
     if not stack.fits(shape):
@@ -174,8 +176,8 @@ def _put_experts(
     """Fill the places of all that the tensor `name` has: numbers that come with `scales` restored."""
     if stack.packed != (tensor.dtype == torch.uint8) or tensor.dtype in EIGHT_BITS:
         raise ModelError(f"{name} is {tensor.dtype}: stacked experts are read in 16 or 32 bits and in MXFP4.")
-    if stack.kind == "_scales" and bool((tensor > MOST).any()):
-        raise ModelError(f"{name} has weights above 12, which no kernel reads: use --quantization none.")
+    if stack.kind == "_scales":
+        mxfp4.check(name, tensor)
     for expert, each in enumerate(tensor):
         one = each if scales is None else restore(each.flatten(1), scales[expert])
         for part, view in stack.parts(expert, one).items():

@@ -98,9 +98,9 @@ class Filler:
         """What `name` has of all experts, where it does."""
         return stack_of(name) if self._names.stacked else None
 
-    def takes_mxfp4(self, stack: Stack) -> bool:
-        """Whether places take the numbers of these experts as they lie."""
-        place = self._places.get(self._place_name(stack.place(0, "gate" if stack.fused else "down")))
+    def takes_mxfp4(self, name: str) -> bool:
+        """Whether the place of an expert's matrix takes numbers in MXFP4 as they lie."""
+        place = self._places.get(self._place_name(name))
         return place is not None and place.dtype == torch.uint8
 
     def wants(self, name: str, shape: Sequence[int]) -> bool:

@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderTensor, 
 
 from core.errors import ModelError
 from core.models.gguf import FACTORS, gguf_config, gguf_facts
+from gpu.quant import mxfp4
 from gpu.weights.files import Progress, Task, run_tasks
 from gpu.weights.fill import Filler
 
@@ -57,9 +58,10 @@ _GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
 _OWN: Mapping[str, Mapping[str, str]] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gpt-oss": {"attn_sinks.weight": "self_attn.sinks"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
-"""By architecture what its layers have otherwise, or besides."""
+"""By architecture what its layers have otherwise, or besides: some names are whole, with their end."""
 
 _PERMUTED = ("granite", "llama", "smollm3")
 """Architectures whose q and k are in the order of interleaved rope."""
@@ -246,6 +248,13 @@ def _rows(name: str, tensor: ReaderTensor, orders: Mapping[str, Order]) -> Itera
 def _put(filler: Filler, name: str, source: str, found: _Rows) -> None:
     """Fill the place of `name`; `source` is what the file calls the tensor."""
     kind, rows, shape = found
+    if kind == GGMLQuantizationType.MXFP4 and filler.takes_mxfp4(name):
+        numbers, scale = mxfp4.from_blocks(torch.from_numpy(np.array(rows)))
+        mxfp4.check(source, scale)
+        for part, tensor in ((name, numbers), (f"{name}_scale", scale)):
+            if filler.wants(part, tensor.shape):
+                filler.put(part, tensor)
+        return
     if not filler.wants(name, shape):
         return
     outputs = shape[0] if len(shape) == 2 else 1

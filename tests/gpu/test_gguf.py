@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import pytest
 import torch
 
 from core.errors import ModelError
 from gpu.build import spec_of
+from gpu.quant import mxfp4
 from gpu.weights import load_model
 from gpu.weights.gguf import config_from_gguf, hf_name, unpermute
-from tests.rigs import tiny_model
+from tests.rigs import mxfp4_files, tiny_model
 from tests.rigs.gguf_file import permute, write
 from tests.rigs.runner import Rig
 
@@ -26,6 +28,8 @@ CPU = torch.device("cpu")
         ("gemma2", "gemma2", {"query_pre_attn_scalar": 16}),
         # Of which layers slide and how wide heads' scores are a file says nothing.
         ("gemma3", "gemma3", {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6}),
+        # What clamps gates is the same in every model.
+        ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0}),
         ("granite", "granite", {}),
         ("llama", "llama", {}),
         ("llama", "mixtral", {}),
@@ -69,6 +73,37 @@ def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
     places = load_model(spec_of(file), file, torch.float32, CPU).places()
     for name, tensor in tiny.reference.state_dict().items():
         torch.testing.assert_close(places[name], tensor, atol=tensor.abs().max().item() / 127, rtol=0)
+
+
+def test_experts_in_mxfp4_stay_as_they_are_where_they_can(tmp_path: Path) -> None:
+    """Those of one layer of two. Places for four bits get the same numbers as those of the safetensors."""
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 64, "swiglu_limit": 7.0}
+    tiny = tiny_model.build("gpt-oss", tmp_path / "hf", **sizes)
+    mxfp4_files.quantise(tiny.path, tiny.reference, plain=(1,))
+    only = r"blk\.0\.ffn_\w+_exps.weight"
+    file = write(
+        tmp_path / "tiny.gguf", "gpt-oss", tiny.reference, True, gguf.GGMLQuantizationType.MXFP4, only
+    )
+    prompt = list(range(3, 40))
+    assert Rig(file).generate(1, prompt, 8) == tiny_model.greedy(tiny.reference, prompt, 8)
+    found, want = (_restored(path) for path in (file, tiny.path))
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+def _restored(path: Path) -> dict[str, torch.Tensor]:
+    """The weights, held in MXFP4 where the checkpoint has them so, as floats."""
+    spec = spec_of(path)
+    places = load_model(
+        msgspec.structs.replace(spec, mxfp4=spec.stored_mxfp4), path, torch.float32, CPU
+    ).places()
+    packed = [name for name, place in places.items() if f"{name}_scale" in places]
+    assert packed == [name for name in places if "layers.0.mlp.experts." in name and name.endswith("weight")]
+    return {
+        name: mxfp4.restore(place, places[f"{name}_scale"]) if name in packed else place
+        for name, place in places.items()
+        if not name.endswith("_scale")
+    }
 
 
 def test_config_from_gguf_reads_like_config_json(tmp_path: Path) -> None:

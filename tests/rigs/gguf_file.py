@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ _BEHIND = {
 OWN: dict[str, dict[str, str]] = {
     "gemma2": _BEHIND,
     "gemma3": _BEHIND,
+    "gpt-oss": {
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.router": "ffn_gate_inp",
+        "self_attn.sinks": "attn_sinks",
+    },
     "olmo2": _BEHIND,
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
@@ -80,9 +86,22 @@ def apart(state: Mapping[str, torch.Tensor]) -> Named:
             yield name + ".weight" if name.endswith("experts.down_proj") else name, tensor
 
 
+def alternate(state: Mapping[str, torch.Tensor]) -> Named:
+    """`apart` for gpt-oss, whose gates and ups are every other output, and whose outputs come last."""
+    for name, tensor in state.items():
+        rest = name.replace("_proj_bias", "_proj.bias").replace("self_attn.sinks", "self_attn.sinks.weight")
+        if name.endswith(("gate_up_proj", "down_proj")):
+            rest, tensor = f"{name}.weight", tensor.transpose(1, 2)
+        if "gate_up_proj" in rest:
+            for first, part in enumerate(("gate", "up")):
+                yield rest.replace("gate_up", part), tensor[:, first::2]
+        else:
+            yield rest, tensor
+
+
 def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor]) -> Named:
     """The tensors of a file, as the converter of `arch` makes them."""
-    for name, tensor in apart(state):
+    for name, tensor in (alternate if arch == "gpt-oss" else apart)(state):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if arch in PERMUTED and "q_proj" in name:
@@ -148,6 +167,11 @@ def _olmo(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
 
+def _gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
 def _phi(writer: gguf.GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
     head_dim = config.hidden_size // config.num_attention_heads
@@ -167,6 +191,7 @@ def _phi(writer: gguf.GGUFWriter, config: Any) -> None:
 FACTS: Mapping[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
     "olmo2": _olmo,
     "phi3": _phi,
@@ -184,8 +209,10 @@ def write(
     reference: transformers.PreTrainedModel,
     quantise: bool = False,
     kind: gguf.GGMLQuantizationType = Q8_0,
+    only: str = "",
 ) -> Path:
-    """`reference`, a transformers model, as a GGUF file; `quantise`: its matrices as `kind`."""
+    """`reference`, a transformers model, as a GGUF file; `quantise`: its matrices as `kind`, those in whose
+    names there is the regular expression `only`."""
     config = reference.config
     writer = gguf.GGUFWriter(str(path), arch)
     # As llama.cpp counts them, which the library does not say of every kind.
@@ -199,7 +226,7 @@ def write(
         FACTS[arch](writer, config)
     for name, tensor in converted(arch, config, reference.state_dict()):
         data = tensor.contiguous().numpy()
-        if quantise and tensor.dim() > 1:
+        if quantise and tensor.dim() > 1 and re.search(only, name):
             writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, data)
