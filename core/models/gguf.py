@@ -14,8 +14,10 @@ from core.errors import ModelError
 from core.models.fields import nearest
 
 GGUF_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "deepseek2": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     "gemma2": ("Gemma2ForCausalLM",),
     "gemma3": ("Gemma3ForCausalLM",),
+    "glm4moe": ("Glm4MoeForCausalLM",),
     "gpt-oss": ("GptOssForCausalLM",),
     "granite": ("GraniteForCausalLM",),
     "llama": ("LlamaForCausalLM", "MixtralForCausalLM"),
@@ -215,6 +217,91 @@ def _expert_formats(file: _File, layer: int) -> list[str | None]:
     return [file.facts.formats.get(name) for name in names]
 
 
+_SCORES: Mapping[int, str] = {1: "softmax", 2: "sigmoid"}
+"""By the values of `expert_gating_func`."""
+
+_GROUPS: Mapping[int, tuple[int, int]] = {160: (8, 3), 256: (8, 4)}
+"""Groups of experts and how many of them a token has, by the number of experts: of DeepSeek V2, and of V3 and
+R1, whose files did not say it at first."""
+
+
+def _with_mtp(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers behind the last, for multi-token prediction, are blocks of the file too."""
+    blocks = range(config["num_hidden_layers"])
+    further = sum(file.has(f"blk.{layer}.nextn.eh_proj.weight") for layer in blocks)
+    further = max(further, file.get("nextn_predict_layers", 0))
+    return {"num_hidden_layers": len(blocks) - further, "num_nextn_predict_layers": further}
+
+
+def _grouped_experts(file: _File) -> dict[str, Any]:
+    return {
+        "n_routed_experts": file.size("expert_count"),
+        "num_experts_per_tok": file.want("expert_used_count"),
+        "n_shared_experts": file.get("expert_shared_count", 0),
+        "moe_intermediate_size": file.want("expert_feed_forward_length"),
+        "first_k_dense_replace": file.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": file.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(file.get("expert_weights_norm")),
+        "n_group": file.get("expert_group_count", 1),
+        "topk_group": file.get("expert_group_used_count", 1),
+    }
+
+
+def _glm(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"use_qk_norm": file.has("blk.0.attn_q_norm.weight")}
+    return {**_grouped_experts(file), **_with_mtp(file, config), **own}
+
+
+def _deepseek(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek V2, or V3 (R1 and Kimi K2 too) where experts are chosen by sigmoids, or GLM-4.7-Flash, which
+    has GLM's vocabulary."""
+    if file.get("attention.temperature_scale"):
+        raise ModelError("deepseek2.attention.temperature_scale of the .gguf file is not supported.")
+    found = {**_grouped_experts(file), **_with_mtp(file, config), **_latents(file)}
+    if file.get("expert_group_count") is None:
+        found["n_group"], found["topk_group"] = _GROUPS.get(found["n_routed_experts"], (1, 1))
+    found["scoring_func"] = scores = _scores(file)
+    if scores == "softmax":
+        found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
+    else:
+        glm = file.facts.fields.get("tokenizer.ggml.pre") == "glm4"
+        found["architectures"] = ["Glm4MoeLiteForCausalLM" if glm else "DeepseekV3ForCausalLM"]
+    if config["rope_scaling"] and file.get("rope.scaling.yarn_log_multiplier"):
+        # 0.1 times what configs have, where both are the same in every released model.
+        scale = _decimal(10 * file.number("rope.scaling.yarn_log_multiplier"))
+        found["rope_scaling"] = config["rope_scaling"] | {"mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+def _scores(file: _File) -> str:
+    """How experts are scored. Files from before DeepSeek V3, and those of GLM-4.7-Flash, do not say it."""
+    scores = file.get("expert_gating_func")
+    if scores is None:
+        biased = any(name.endswith(".exp_probs_b.bias") for name in file.facts.shapes)
+        return "sigmoid" if biased else "softmax"
+    if scores not in _SCORES:
+        raise ModelError(f"deepseek2.expert_gating_func of the .gguf file must be 1 or 2, got {scores!r}.")
+    return _SCORES[scores]
+
+
+def _latents(file: _File) -> dict[str, Any]:
+    """Sizes of heads, under other names since matrices of keys and values are apart."""
+    rope_dim = file.size("rope.dimension_count")
+    keys, values = (
+        file.size(f"attention.{each}_length_mla", file.size(f"attention.{each}_length"))
+        for each in ("key", "value")
+    )
+    return {
+        "head_dim": rope_dim,
+        "partial_rotary_factor": 1.0,
+        "kv_lora_rank": file.want("attention.kv_lora_rank"),
+        "q_lora_rank": file.get("attention.q_lora_rank"),
+        "qk_nope_head_dim": keys - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": values,
+    }
+
+
 def _llama(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
     """With experts it is Mixtral."""
     if not file.get("expert_count"):
@@ -255,8 +342,10 @@ def _qwen_moe(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OWN: Mapping[str, Own] = {
+    "deepseek2": _deepseek,
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "glm4moe": _glm,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "llama": _llama,

@@ -5,6 +5,7 @@ Names and rope layout follow llama.cpp's convert_hf_to_gguf.py, undone.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -55,9 +56,26 @@ _LAYER: Mapping[str, str] = {
 """With {} for the number of an expert where a tensor holds the matrices of all."""
 
 _GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
+_GROUPED = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj",
+}
 _OWN: Mapping[str, Mapping[str, str]] = {
+    "deepseek2": _GROUPED | _LATENT,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "glm4moe": _GROUPED,
     "gpt-oss": {"attn_sinks.weight": "self_attn.sinks"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
@@ -182,32 +200,98 @@ class _Rows(NamedTuple):
     shape: tuple[int, ...]
 
 
-def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: Progress) -> None:
-    """Dequantise every tensor into its place. Raises `ModelError` for a file that cannot be read."""
-    fields, found = _open(path)
-    kind = str(fields.get("general.architecture"))
-    orders = _orders(kind, fields)
-    tensors = [tensor for tensor in found if tensor.name not in FACTORS]
-    named = [(hf_name(tensor.name, kind), tensor) for tensor in tensors]
-    tasks = [_reader(filler, named[first : first + _RUN], orders) for first in range(0, len(named), _RUN)]
-    run_tasks(tasks, len(tensors), device, progress)
-
-
 Order = Callable[[int], torch.Tensor]
 """For so many rows, which one of the file comes where."""
 
 
-def _orders(kind: str, fields: Mapping[str, Any]) -> Mapping[str, Order]:
-    """Of a layer's tensors, by their names there, whose rows are not in a checkpoint's order."""
-    if kind not in _PERMUTED:
-        return {}
-    heads = fields[f"{kind}.attention.head_count"]
-    by_name = {"attn_q": heads, "attn_k": fields.get(f"{kind}.attention.head_count_kv", heads)}
-    return {name: partial(_unpermuted, count) for name, count in by_name.items()}
+class _Joined(NamedTuple):
+    """A checkpoint's tensor that a file has in parts, or otherwise.
+
+    beside  the further parts, by their names in the layer
+    make    the tensor, of the floats of all parts
+    """
+
+    beside: tuple[str, ...]
+    make: Callable[..., torch.Tensor]
+
+
+class _Layout(NamedTuple):
+    """How a file's tensors lie.
+
+    tensors  by name
+    orders   of a layer's tensors, by their names there, whose rows are not in a checkpoint's order
+    joined   of a layer's tensors, those that are not read as they are, by the first part's whole name there
+    """
+
+    tensors: Mapping[str, ReaderTensor]
+    orders: Mapping[str, Order]
+    joined: Mapping[str, _Joined]
+
+    def rows(self, name: str, tensor: ReaderTensor) -> Iterator[tuple[str, _Rows]]:
+        """What a tensor of the file is in a checkpoint, where it is called `name`."""
+        shape, kind = tuple(reversed(tensor.shape.tolist())), tensor.tensor_type
+        *_, own = tensor.name.split(".", 2)
+        if (joined := self.joined.get(own)) is not None:
+            floats = self._join(tensor.name.removesuffix(own), own, joined)
+            yield name, _Rows(GGMLQuantizationType.F32, floats.numpy(), tuple(floats.shape))
+            return
+        if any(own in each.beside for each in self.joined.values()):
+            return
+        if own == "ffn_gate_inp_shexp.weight":  # a vector in the file
+            shape = (1, shape[-1])
+        if "{}" in name:
+            for expert, rows in enumerate(tensor.data):
+                yield name.format(expert), _Rows(kind, rows, shape[1:])
+            return
+        rows, order = tensor.data, self.orders.get(own.rpartition(".")[0])
+        yield name, _Rows(kind, rows if order is None else rows[order(len(rows)).numpy()], shape)
+
+    def _join(self, layer: str, own: str, joined: _Joined) -> torch.Tensor:
+        names = [layer + part for part in (own, *joined.beside)]
+        if missing := [name for name in names if name not in self.tensors]:
+            raise ModelError(f"The GGUF file has {names[0]} and lacks {', '.join(missing)}.")
+        return joined.make(*(_floats(self.tensors[name]) for name in names)).contiguous()
+
+
+def _floats(tensor: ReaderTensor) -> torch.Tensor:
+    shape = tuple(reversed(tensor.shape.tolist()))
+    rows = tensor.data.reshape(math.prod(shape[:-1]), -1)
+    return _Matrix(tensor.name, tensor.tensor_type, rows, shape[-1]).floats().reshape(shape)
+
+
+def _layout(tensors: list[ReaderTensor], fields: Mapping[str, Any]) -> _Layout:
+    kind = str(fields.get("general.architecture"))
+    orders: dict[str, Order] = {}
+    if kind in _PERMUTED:
+        heads = fields[f"{kind}.attention.head_count"]
+        by_name = {"attn_q": heads, "attn_k": fields.get(f"{kind}.attention.head_count_kv", heads)}
+        orders = {name: partial(_unpermuted, count) for name, count in by_name.items()}
+    return _Layout({tensor.name: tensor for tensor in tensors}, orders, _JOINED.get(kind, {}))
 
 
 def _unpermuted(heads: int, rows: int) -> torch.Tensor:
     return unpermute(torch.arange(rows), heads)
+
+
+def _key_values(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """kv_b_proj [heads * both, rank] of what makes keys [heads, rank, dim] and values [heads, dim, rank]."""
+    return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+
+_JOINED: Mapping[str, Mapping[str, _Joined]] = {
+    "deepseek2": {"attn_k_b.weight": _Joined(("attn_v_b.weight",), _key_values)},
+}
+
+
+def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: Progress) -> None:
+    """Dequantise every tensor into its place. Raises `ModelError` for a file that cannot be read."""
+    fields, found = _open(path)
+    tensors = [tensor for tensor in found if tensor.name not in FACTORS]
+    layout = _layout(tensors, fields)
+    kind = str(fields.get("general.architecture"))
+    named = [(hf_name(tensor.name, kind), tensor) for tensor in tensors]
+    tasks = [_reader(filler, named[first : first + _RUN], layout) for first in range(0, len(named), _RUN)]
+    run_tasks(tasks, len(tensors), device, progress)
 
 
 def _release(tensor: ReaderTensor) -> None:
@@ -221,28 +305,15 @@ def _release(tensor: ReaderTensor) -> None:
         mapped.madvise(mmap.MADV_DONTNEED, first, tensor.data_offset + tensor.n_bytes - first)
 
 
-def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], orders: Mapping[str, Order]) -> Task:
+def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], layout: _Layout) -> Task:
     def read(tick: Callable[[], None]) -> None:
         for name, tensor in named:
-            for place, found in _rows(name, tensor, orders):
+            for place, found in layout.rows(name, tensor):
                 _put(filler, place, tensor.name, found)
             _release(tensor)
             tick()
 
     return read
-
-
-def _rows(name: str, tensor: ReaderTensor, orders: Mapping[str, Order]) -> Iterator[tuple[str, _Rows]]:
-    """What a tensor of the file is in a checkpoint, where it is called `name`."""
-    shape, kind = tuple(reversed(tensor.shape.tolist())), tensor.tensor_type
-    if tensor.name.endswith("ffn_gate_inp_shexp.weight"):  # a vector in the file
-        shape = (1, shape[-1])
-    if "{}" in name:
-        for expert, rows in enumerate(tensor.data):
-            yield name.format(expert), _Rows(kind, rows, shape[1:])
-        return
-    rows, order = tensor.data, orders.get(tensor.name.split(".")[-2])
-    yield name, _Rows(kind, rows if order is None else rows[order(len(rows)).numpy()], shape)
 
 
 def _put(filler: Filler, name: str, source: str, found: _Rows) -> None:

@@ -46,7 +46,11 @@ def load_model(
             return model
         stacked = spec.moe is not None and spec.moe.stacked
         names = Names(renamed=family.renamed, fused=family.fused, stacked=stacked, by_expert=family.by_expert)
-        further = tuple(f"model.layers.{spec.layers + i}." for i in range(spec.more_layers))
+        further = tuple(
+            f"{begin}.{spec.layers + i}."
+            for begin in ("model.layers", "blk")
+            for i in range(spec.more_layers)
+        )
         filler = Filler(places, copier(device), family.base, family.unused + further, names, model.slices)
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)

@@ -20,7 +20,6 @@ from app.text.tokenizer import Tokenizer
 from app.text.vocab import DecoderKind, Vocabulary
 from core.config import ModelConfig
 from core.errors import ConfigError, ModelError
-from core.models.gguf import GgufFacts, gguf_config
 from core.request import SamplingParams
 from gpu.build import check_config
 from tests.rigs import vocabularies
@@ -385,69 +384,6 @@ def test_an_unknown_gguf_architecture_is_named(tmp_path: Path) -> None:
     write_gguf(path, "mamba")
     with pytest.raises(ModelError, match="'mamba'"):
         find(path)
-
-
-FIELDS: dict[str, Any] = {
-    "context_length": 4096,
-    "embedding_length": 64,
-    "block_count": 2,
-    "feed_forward_length": 96,
-    "attention.head_count": 4,
-    "attention.layer_norm_rms_epsilon": 9.999999974752427e-07,
-}
-
-
-def fields(kind: str, **more: Any) -> dict[str, Any]:
-    own = {f"{kind}.{name}": value for name, value in (FIELDS | more).items()}
-    return {"general.architecture": kind, **own}
-
-
-def test_families_differ_in_what_they_have() -> None:
-    shapes = {"token_embd.weight": (64, 100), "output.weight": (64, 100), "blk.0.attn_q.bias": (64,)}
-    qwen = gguf_config(GgufFacts(fields("qwen2"), shapes))
-    assert qwen["architectures"] == ["Qwen2ForCausalLM"]
-    assert (qwen["tie_word_embeddings"], qwen["attention_bias"], qwen["num_key_value_heads"]) == (
-        False,
-        True,
-        4,
-    )
-    assert qwen["rms_norm_eps"] == 1e-6
-    moe = {
-        "expert_count": 8,
-        "expert_used_count": 2,
-        "expert_feed_forward_length": 32,
-        "attention.key_length": 32,
-    }
-    config = gguf_config(GgufFacts(fields("qwen3moe", **moe), shapes))
-    assert (config["num_experts"], config["moe_intermediate_size"], config["head_dim"]) == (8, 32, 32)
-    for kind, layers, divisor in (
-        ("gemma2", 42, 32),
-        ("gemma2", 46, 16),
-        ("gemma3", 46, 32),
-        ("gemma3", 62, 16),
-    ):
-        facts = GgufFacts(fields(kind, block_count=layers, **{"attention.key_length": 32}), shapes)
-        gemma = gguf_config(facts)
-        assert gemma["query_pre_attn_scalar"] == divisor
-    assert "attn_logit_softcapping" not in gemma and "sliding_window" not in gemma
-
-
-def test_rope_scalings() -> None:
-    shapes = {"token_embd.weight": (64, 100)}
-    scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-    linear = gguf_config(GgufFacts(fields("llama", **scaled), shapes))
-    assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    llama3 = gguf_config(GgufFacts(fields("llama"), shapes, factors={"rope_freqs.weight": (1.0, 32.0)}))[
-        "rope_scaling"
-    ]
-    assert (llama3["rope_type"], llama3["factor"]) == ("llama3", 32.0)
-
-
-def test_a_missing_field_is_named() -> None:
-    incomplete = fields("llama")
-    del incomplete["llama.block_count"]
-    with pytest.raises(ModelError, match=r"llama\.block_count"):
-        gguf_config(GgufFacts(incomplete, {"token_embd.weight": (64, 100)}))
 
 
 def test_a_real_directory() -> None:

@@ -43,9 +43,27 @@ _BEHIND = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GROUPED = {
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+}
 OWN: dict[str, dict[str, str]] = {
+    "deepseek2": {
+        **_GROUPED,
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.k_b_proj": "attn_k_b",
+        "self_attn.v_b_proj": "attn_v_b",
+    },
     "gemma2": _BEHIND,
     "gemma3": _BEHIND,
+    "glm4moe": {**_GROUPED, "post_attention_layernorm": "post_attention_norm"},
     "gpt-oss": {
         "post_attention_layernorm": "post_attention_norm",
         "mlp.router": "ffn_gate_inp",
@@ -99,9 +117,32 @@ def alternate(state: Mapping[str, torch.Tensor]) -> Named:
             yield rest, tensor
 
 
-def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor]) -> Named:
+def absorbed(config: Any, state: Mapping[str, torch.Tensor]) -> Named:
+    """`apart` for DeepSeek, whose matrices of keys, transposed, and values are apart."""
+    for name, tensor in apart(state):
+        if "kv_b_proj" in name:
+            heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+            yield name.replace("kv_b", "k_b"), keys.transpose(1, 2)
+            yield name.replace("kv_b", "v_b"), values
+        else:
+            yield name, tensor
+
+
+def further_layer(config: Any) -> Named:
+    """A layer for multi-token prediction, behind the last: nothing reads it."""
+    layer = f"blk.{config.num_hidden_layers}"
+    yield f"{layer}.attn_norm.weight", torch.zeros(config.hidden_size)
+    yield f"{layer}.nextn.eh_proj.weight", torch.zeros(config.hidden_size, 2 * config.hidden_size)
+
+
+def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor], legacy: bool) -> Named:
     """The tensors of a file, as the converter of `arch` makes them."""
-    for name, tensor in (alternate if arch == "gpt-oss" else apart)(state):
+    if arch == "glm4moe":
+        yield from further_layer(config)
+    parts = absorbed(config, state) if arch == "deepseek2" and not legacy else apart(state)
+    for name, tensor in alternate(state) if arch == "gpt-oss" else parts:
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if arch in PERMUTED and "q_proj" in name:
@@ -172,6 +213,53 @@ def _gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.intermediate_size)
 
 
+def _grouped(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    if getattr(config, "norm_topk_prob", False):
+        writer.add_expert_weights_norm(True)
+
+
+def _glm(writer: gguf.GGUFWriter, config: Any) -> None:
+    _grouped(writer, config)
+    writer.add_block_count(config.num_hidden_layers + 1)
+    writer.add_nextn_predict_layers(1)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _latents(writer: gguf.GGUFWriter, config: Any, legacy: bool) -> None:
+    keys = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if legacy:
+        writer.add_key_length(keys)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(keys)
+        writer.add_value_length_mla(config.v_head_dim)
+    _grouped(writer, config)
+    if config.model_type != "glm4_moe_lite":
+        sigmoid = config.model_type == "deepseek_v3"
+        kinds = gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SIGMOID if sigmoid else kinds.SOFTMAX)
+    else:
+        writer.add_tokenizer_pre("glm4")
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if scale := config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
 def _phi(writer: gguf.GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
     head_dim = config.hidden_size // config.num_attention_heads
@@ -191,6 +279,7 @@ def _phi(writer: gguf.GGUFWriter, config: Any) -> None:
 FACTS: Mapping[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "glm4moe": _glm,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "olmo2": _olmo,
@@ -210,9 +299,10 @@ def write(
     quantise: bool = False,
     kind: gguf.GGMLQuantizationType = Q8_0,
     only: str = "",
+    legacy: bool = False,
 ) -> Path:
     """`reference`, a transformers model, as a GGUF file; `quantise`: its matrices as `kind`, those in whose
-    names there is the regular expression `only`."""
+    names there is the regular expression `only`; `legacy`: as converters wrote it at first."""
     config = reference.config
     writer = gguf.GGUFWriter(str(path), arch)
     # As llama.cpp counts them, which the library does not say of every kind.
@@ -224,7 +314,9 @@ def write(
     _common(writer, config)
     if arch in FACTS:
         FACTS[arch](writer, config)
-    for name, tensor in converted(arch, config, reference.state_dict()):
+    if arch == "deepseek2":
+        _latents(writer, config, legacy)
+    for name, tensor in converted(arch, config, reference.state_dict(), legacy):
         data = tensor.contiguous().numpy()
         if quantise and tensor.dim() > 1 and re.search(only, name):
             writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
