@@ -26,7 +26,10 @@ GGUF_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "qwen2": ("Qwen2ForCausalLM",),
     "qwen2moe": ("Qwen2MoeForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
+    "qwen35": ("Qwen3_5ForCausalLM",),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM",),
     "qwen3moe": ("Qwen3MoeForCausalLM",),
+    "qwen3next": ("Qwen3NextForCausalLM",),
     "smollm3": ("SmolLM3ForCausalLM",),
 }
 """By `general.architecture`, those of a config.json that such a file may be of: the first, unless what the
@@ -132,7 +135,8 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
         "architectures": [GGUF_ARCHITECTURES[file.kind][0]],
         "vocab_size": embedding[-1],
         "hidden_size": hidden,
-        "intermediate_size": file.want("feed_forward_length"),
+        # Of Qwen3.5's models with experts none has another MLP.
+        "intermediate_size": file.get("feed_forward_length") or file.want("expert_feed_forward_length"),
         "num_hidden_layers": file.size("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": file.get("attention.head_count_kv", heads),
@@ -218,7 +222,7 @@ def _expert_formats(file: _File, layer: int) -> list[str | None]:
 
 
 _SCORES: Mapping[int, str] = {1: "softmax", 2: "sigmoid"}
-"""By the values of `expert_gating_func`."""
+"""By the values of `expert_gating_func`, but for 0: it is not known."""
 
 _GROUPS: Mapping[int, tuple[int, int]] = {160: (8, 3), 256: (8, 4)}
 """Groups of experts and how many of them a token has, by the number of experts: of DeepSeek V2, and of V3 and
@@ -229,7 +233,8 @@ def _with_mtp(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers behind the last, for multi-token prediction, are blocks of the file too."""
     blocks = range(config["num_hidden_layers"])
     further = sum(file.has(f"blk.{layer}.nextn.eh_proj.weight") for layer in blocks)
-    further = max(further, file.get("nextn_predict_layers", 0))
+    if file.get("nextn_predict_layers"):
+        further = max(further, file.size("nextn_predict_layers"))
     return {"num_hidden_layers": len(blocks) - further, "num_nextn_predict_layers": further}
 
 
@@ -275,12 +280,11 @@ def _deepseek(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scores(file: _File) -> str:
     """How experts are scored. Files from before DeepSeek V3, and those of GLM-4.7-Flash, do not say it."""
-    scores = file.get("expert_gating_func")
-    if scores is None:
+    if not file.get("expert_gating_func"):
         biased = any(name.endswith(".exp_probs_b.bias") for name in file.facts.shapes)
         return "sigmoid" if biased else "softmax"
-    if scores not in _SCORES:
-        raise ModelError(f"deepseek2.expert_gating_func of the .gguf file must be 1 or 2, got {scores!r}.")
+    if (scores := file.size("expert_gating_func")) not in _SCORES:
+        raise ModelError(f"deepseek2.expert_gating_func of the .gguf file must be 1 or 2, got {scores}.")
     return _SCORES[scores]
 
 
@@ -328,17 +332,37 @@ def _phi(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_moe(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of Qwen2-MoE, the first, whose experts' weights are left as they are, and of what came after it."""
+    """Of Qwen2-MoE, the first, experts' weights are left as they are. Qwen3-MoE has no shared expert."""
     found = {
         "num_experts": file.want("expert_count"),
         "num_experts_per_tok": file.want("expert_used_count"),
         "moe_intermediate_size": file.want("expert_feed_forward_length"),
         "norm_topk_prob": file.kind != "qwen2moe",
     }
-    if file.kind == "qwen2moe":
+    if file.kind != "qwen3moe":
         found["shared_expert_intermediate_size"] = file.want("expert_shared_feed_forward_length")
+    if file.kind == "qwen2moe":
         found["qkv_bias"] = config["attention_bias"]
     return found
+
+
+_LINEAR: Mapping[str, str] = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+
+
+def _hybrid(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5: which layers have linear attention is seen from their tensors."""
+    found = {ours: file.size(theirs) for theirs, ours in _LINEAR.items()}
+    found["linear_value_head_dim"] = file.size("ssm.inner_size") // found["linear_num_value_heads"]
+    found |= _with_mtp(file, config)
+    linear = [file.has(f"blk.{layer}.ssm_conv1d.weight") for layer in range(found["num_hidden_layers"])]
+    kinds = ["linear_attention" if each else "full_attention" for each in linear]
+    experts = {} if file.kind == "qwen35" else _qwen_moe(file, config)
+    return {**found, **experts, "layer_types": kinds}
 
 
 _OWN: Mapping[str, Own] = {
@@ -352,7 +376,10 @@ _OWN: Mapping[str, Own] = {
     "olmo2": _olmo,
     "phi3": _phi,
     "qwen2moe": _qwen_moe,
+    "qwen35": _hybrid,
+    "qwen35moe": _hybrid,
     "qwen3moe": _qwen_moe,
+    "qwen3next": _hybrid,
 }
 
 

@@ -71,6 +71,22 @@ _LATENT = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.kv_b_proj",
 }
+_LINEAR = {
+    "attn_gate": "linear_attn.in_proj_z",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_MIXED = {
+    "attn_qkv": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+}
 _OWN: Mapping[str, Mapping[str, str]] = {
     "deepseek2": _GROUPED | _LATENT,
     "gemma2": _GEMMA,
@@ -78,6 +94,9 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     "glm4moe": _GROUPED,
     "gpt-oss": {"attn_sinks.weight": "self_attn.sinks"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "qwen35": _LINEAR,
+    "qwen35moe": _LINEAR,
+    "qwen3next": _LINEAR | _MIXED,
 }
 """By architecture what its layers have otherwise, or besides: some names are whole, with their end."""
 
@@ -261,12 +280,19 @@ def _floats(tensor: ReaderTensor) -> torch.Tensor:
 
 def _layout(tensors: list[ReaderTensor], fields: Mapping[str, Any]) -> _Layout:
     kind = str(fields.get("general.architecture"))
-    orders: dict[str, Order] = {}
+    orders: Mapping[str, Order] = {}
+    joined: Mapping[str, _Joined] = {}
     if kind in _PERMUTED:
         heads = fields[f"{kind}.attention.head_count"]
         by_name = {"attn_q": heads, "attn_k": fields.get(f"{kind}.attention.head_count_kv", heads)}
         orders = {name: partial(_unpermuted, count) for name, count in by_name.items()}
-    return _Layout({tensor.name: tensor for tensor in tensors}, orders, _JOINED.get(kind, {}))
+    elif kind == "deepseek2":
+        joined = {"attn_k_b.weight": _Joined(("attn_v_b.weight",), _key_values)}
+    elif kind in ("qwen3next", "qwen35", "qwen35moe"):
+        sizes = ("group_count", "time_step_rank", "state_size")
+        linear = _Heads(*(fields[f"{kind}.ssm.{size}"] for size in sizes))
+        orders, joined = linear.mixed() if kind == "qwen3next" else linear.tiled()
+    return _Layout({tensor.name: tensor for tensor in tensors}, orders, joined)
 
 
 def _unpermuted(heads: int, rows: int) -> torch.Tensor:
@@ -278,9 +304,45 @@ def _key_values(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
 
 
-_JOINED: Mapping[str, Mapping[str, _Joined]] = {
-    "deepseek2": {"attn_k_b.weight": _Joined(("attn_v_b.weight",), _key_values)},
-}
+class _Heads(NamedTuple):
+    """Numbers of heads of linear attention, and the size of one of keys. Several of values, neighbours in a
+    checkpoint, share one of keys."""
+
+    keys: int
+    values: int
+    key_dim: int
+
+    def mixed(self) -> tuple[Mapping[str, Order], Mapping[str, _Joined]]:
+        """Of Qwen3-Next, whose checkpoints have q, k, v and z of one key head after the other."""
+        joined = {"attn_qkv.weight": _Joined(("attn_gate.weight",), self._mix)}
+        return {}, joined | {
+            "ssm_a": _Joined((), lambda decay: (-decay).log()),
+            "ssm_conv1d.weight": _Joined((), lambda kernel: kernel.unsqueeze(1)),
+        }
+
+    def tiled(self) -> tuple[Mapping[str, Order], Mapping[str, _Joined]]:
+        """Of Qwen3.5: heads of values that share one of keys are as far apart as there are of these."""
+        orders = dict.fromkeys(("attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt"), self._grouped)
+        return {**orders, "attn_qkv": self._behind}, {
+            "ssm_a": _Joined((), lambda decay: (-decay[self._grouped(len(decay))]).log()),
+            "ssm_conv1d.weight": _Joined((), lambda kernel: kernel[self._behind(len(kernel))].unsqueeze(1)),
+            "ssm_out.weight": _Joined((), lambda out: out[:, self._grouped(out.shape[1])]),
+        }
+
+    def _grouped(self, rows: int) -> torch.Tensor:
+        """`Order` of values."""
+        return torch.arange(rows).view(self.values // self.keys, self.keys, -1).transpose(0, 1).flatten()
+
+    def _behind(self, rows: int) -> torch.Tensor:
+        """`Order` of queries and keys, which are as they are, and values behind them."""
+        first = 2 * self.keys * self.key_dim
+        return torch.cat([torch.arange(first), first + self._grouped(rows - first)])
+
+    def _mix(self, qkv: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """in_proj_qkvz: z has as many rows as there are of values."""
+        keys = (len(qkv) - len(z)) // 2
+        parts = (*torch.split(qkv, [keys, keys, len(z)]), z)
+        return torch.cat([part.view(self.keys, -1, qkv.shape[1]) for part in parts], 1).flatten(0, 1)
 
 
 def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: Progress) -> None:
@@ -308,8 +370,12 @@ def _release(tensor: ReaderTensor) -> None:
 def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], layout: _Layout) -> Task:
     def read(tick: Callable[[], None]) -> None:
         for name, tensor in named:
-            for place, found in layout.rows(name, tensor):
-                _put(filler, place, tensor.name, found)
+            try:
+                found = [*layout.rows(name, tensor)]
+            except (RuntimeError, IndexError, ValueError) as error:  # sizes that its metadata do not say
+                raise ModelError(f"Cannot read {tensor.name} of the GGUF file: {error}.") from error
+            for place, rows in found:
+                _put(filler, place, tensor.name, rows)
             _release(tensor)
             tick()
 
@@ -328,8 +394,8 @@ def _put(filler: Filler, name: str, source: str, found: _Rows) -> None:
         return
     if not filler.wants(name, shape):
         return
-    outputs = shape[0] if len(shape) == 2 else 1
-    matrix = _Matrix(source, kind, rows.reshape(outputs, -1), shape[-1])
+    outputs, inputs = shape if len(shape) == 2 else (1, math.prod(shape))
+    matrix = _Matrix(source, kind, rows.reshape(outputs, -1), inputs)
     if len(shape) == 2:
         filler.put_coarse(name, matrix)
     else:

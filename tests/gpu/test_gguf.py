@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from core.errors import ModelError
 from gpu.build import spec_of
 from gpu.quant import mxfp4
+from gpu.shard import Shard
+from gpu.weight_formats import shard_spec
 from gpu.weights import load_model
 from gpu.weights.gguf import config_from_gguf, hf_name, unpermute
 from tests.rigs import mxfp4_files, tiny_model
@@ -30,6 +33,14 @@ DEEPSEEK_ROPE = {
     "mscale_all_dim": 0.7,
 }
 """Both scales are the same in every released model, and files have one."""
+
+
+def assert_equal(places: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> None:
+    """To the last bit, but for logarithms of what files have."""
+    assert places.keys() == want.keys()
+    for name, tensor in want.items():
+        rounds = 1e-6 if name.endswith("A_log") else 0.0
+        torch.testing.assert_close(places[name], tensor, rtol=rounds, atol=rounds, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +73,10 @@ DEEPSEEK_ROPE = {
             {"use_sliding_window": False, "mlp_only_layers": [], "norm_topk_prob": False},
         ),
         ("qwen3", "qwen3", {}),
+        ("qwen35", "qwen3.5", {}),
+        ("qwen35moe", "qwen3.5-moe", {}),
         ("qwen3moe", "qwen3-moe", {}),
+        ("qwen3next", "qwen3-next", {"mlp_only_layers": []}),
         # Every fourth layer does not rotate, which a file does not say either.
         ("smollm3", "smollm3", {"no_rope_layers": None, "num_hidden_layers": 4}),
     ],
@@ -78,30 +92,50 @@ def test_a_gguf_is_the_model_it_was_made_from(
     assert msgspec.structs.replace(spec_of(tiny.path), more_layers=spec.more_layers) == spec
     places = load_model(spec, file, torch.float32, CPU).places()
     want = load_model(spec_of(tiny.path), tiny.path, torch.float32, CPU).places()
-    assert places.keys() == want.keys()
-    assert all(torch.equal(places[name], want[name]) for name in want)
+    assert_equal(places, want)
     prompt = list(range(3, 20))
     assert Rig(file).generate(1, prompt, 8) == tiny_model.greedy(tiny.reference, prompt, 8)
 
 
-def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
-    tiny = tiny_model.build("llama", tmp_path / "hf")
-    file = write(tmp_path / "tiny.gguf", "llama", tiny.reference, quantise=True)
-    places = load_model(spec_of(file), file, torch.float32, CPU).places()
-    for name, tensor in tiny.reference.state_dict().items():
+@pytest.mark.parametrize(
+    ("arch", "variant", "only"),
+    [("llama", "llama", ""), ("qwen35", "qwen3.5", r"ssm_(alpha|beta|out)|attn_\w+.weight|ffn_|token_embd")],
+)
+def test_quantised_weights_are_dequantised(arch: str, variant: str, only: str, tmp_path: Path) -> None:
+    """Rows that lie in another order in a file are put in order before that."""
+    tiny = tiny_model.build(variant, tmp_path / "hf")
+    file = write(tmp_path / "tiny.gguf", arch, tiny.reference, quantise=True, only=only)
+    places, want = (
+        load_model(spec_of(path), path, torch.float32, CPU).places() for path in (file, tiny.path)
+    )
+    assert any(not torch.equal(places[name], want[name]) for name in want)
+    for name, tensor in want.items():
         torch.testing.assert_close(places[name], tensor, atol=tensor.abs().max().item() / 127, rtol=0)
 
 
-@pytest.mark.parametrize(("arch", "variant"), [("deepseek2", "deepseek-v2")])
+@pytest.mark.parametrize(("arch", "variant"), [("deepseek2", "deepseek-v2"), ("qwen3next", "qwen3-next")])
 def test_files_of_older_converters(arch: str, variant: str, tmp_path: Path) -> None:
     """Which had what they now have in parts in one tensor, as the checkpoint."""
-    tiny = tiny_model.build(variant, tmp_path / "hf")
+    tiny = tiny_model.build(variant, tmp_path / "hf", mlp_only_layers=[])
     file = write(tmp_path / "tiny.gguf", arch, tiny.reference, legacy=True)
     places, want = (
         load_model(spec_of(path), path, torch.float32, CPU).places() for path in (file, tiny.path)
     )
-    assert places.keys() == want.keys()
-    assert all(torch.equal(places[name], want[name]) for name in want)
+    assert_equal(places, want)
+
+
+@pytest.mark.parametrize(
+    ("arch", "variant"), [("deepseek2", "deepseek-v2"), ("qwen35", "qwen3.5"), ("qwen3next", "qwen3-next")]
+)
+def test_ranks_read_their_part_of_what_files_have_otherwise(arch: str, variant: str, tmp_path: Path) -> None:
+    tiny = tiny_model.build(variant, tmp_path / "hf", mlp_only_layers=[])
+    file = write(tmp_path / "tiny.gguf", arch, tiny.reference)
+    for rank in range(2):
+        places, want = (
+            load_model(shard_spec(spec_of(path), 2), path, torch.float32, CPU, shard=Shard(rank, 2)).places()
+            for path in (file, tiny.path)
+        )
+        assert_equal(places, want)
 
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -125,8 +159,7 @@ def test_experts_in_mxfp4_stay_as_they_are_where_they_can(tmp_path: Path) -> Non
     prompt = list(range(3, 40))
     assert Rig(file).generate(1, prompt, 8) == tiny_model.greedy(tiny.reference, prompt, 8)
     found, want = (_restored(path) for path in (file, tiny.path))
-    assert found.keys() == want.keys()
-    assert all(torch.equal(found[name], want[name]) for name in want)
+    assert_equal(found, want)
 
 
 def _restored(path: Path) -> dict[str, torch.Tensor]:

@@ -47,8 +47,23 @@ _GROUPED = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    "mlp.gate.e_score_correction": "exp_probs_b",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
+_HYBRID = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 OWN: dict[str, dict[str, str]] = {
     "deepseek2": {
         **_GROUPED,
@@ -67,9 +82,10 @@ OWN: dict[str, dict[str, str]] = {
     "gpt-oss": {
         "post_attention_layernorm": "post_attention_norm",
         "mlp.router": "ffn_gate_inp",
-        "self_attn.sinks": "attn_sinks",
+        "self_attn.sinks": "attn_sinks.weight",
     },
     "olmo2": _BEHIND,
+    **dict.fromkeys(HYBRIDS, _HYBRID),
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 """By architecture what is otherwise there than in `NAMES`, or besides."""
@@ -81,9 +97,11 @@ def gguf_name(name: str, arch: str) -> str:
     stem, _, suffix = name.rpartition(".")
     if not stem.startswith("model.layers."):
         return f"{NAMES[stem]}.{suffix}"
-    _, _, layer, rest = stem.split(".", 3)
+    _, _, layer, rest = name.split(".", 3)
     names = NAMES | OWN.get(arch, {})
-    return f"blk.{layer}.{names[rest]}.{suffix}"
+    if rest in names:
+        return f"blk.{layer}.{names[rest]}"
+    return f"blk.{layer}.{names[rest.removesuffix(f'.{suffix}')]}.{suffix}"
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -107,7 +125,7 @@ def apart(state: Mapping[str, torch.Tensor]) -> Named:
 def alternate(state: Mapping[str, torch.Tensor]) -> Named:
     """`apart` for gpt-oss, whose gates and ups are every other output, and whose outputs come last."""
     for name, tensor in state.items():
-        rest = name.replace("_proj_bias", "_proj.bias").replace("self_attn.sinks", "self_attn.sinks.weight")
+        rest = name.replace("_proj_bias", "_proj.bias")
         if name.endswith(("gate_up_proj", "down_proj")):
             rest, tensor = f"{name}.weight", tensor.transpose(1, 2)
         if "gate_up_proj" in rest:
@@ -129,6 +147,40 @@ def absorbed(config: Any, state: Mapping[str, torch.Tensor]) -> Named:
             yield name, tensor
 
 
+def hybrid(arch: str, config: Any, state: Mapping[str, torch.Tensor], legacy: bool) -> Named:
+    """`apart` for linear attention: decays themselves, kernels without a dimension of 1, Qwen3-Next's
+    products no longer mixed, and Qwen3.5's heads of values beside those that have other keys."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    first = 2 * keys * config.linear_key_head_dim
+
+    def tile(tensor: torch.Tensor) -> torch.Tensor:
+        if arch == "qwen3next":
+            return tensor
+        grouped = tensor.reshape(keys, values // keys, -1, *tensor.shape[1:])
+        return grouped.transpose(0, 1).reshape(tensor.shape)
+
+    for name, tensor in apart(state):
+        kind = name.rpartition("linear_attn.")[2].removesuffix(".weight")
+        match kind:
+            case "A_log":
+                tensor = -tile(tensor).exp()
+            case "in_proj_a" | "in_proj_b" | "in_proj_z" | "dt_bias":
+                tensor = tile(tensor)
+            case "in_proj_qkv" | "conv1d":
+                tensor = torch.cat([tensor[:first], tile(tensor[first:])]).squeeze(1)
+            case "out_proj":
+                tensor = tile(tensor.T).T
+            case "in_proj_qkvz" if not legacy:
+                heads = tensor.view(keys, -1, config.hidden_size)
+                width = values // keys * config.linear_value_head_dim
+                qkvz = heads.split([*[config.linear_key_head_dim] * 2, width, width], 1)
+                q, k, v, z = (part.reshape(-1, config.hidden_size) for part in qkvz)
+                yield name.replace("qkvz", "z"), z
+                name, tensor = name.replace("qkvz", "qkv"), torch.cat([q, k, v])
+        plain = name.endswith("linear_attn.norm.weight")
+        yield name, tensor + 1.0 if name.endswith("norm.weight") and not plain else tensor
+
+
 def further_layer(config: Any) -> Named:
     """A layer for multi-token prediction, behind the last: nothing reads it."""
     layer = f"blk.{config.num_hidden_layers}"
@@ -140,9 +192,14 @@ def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor], legacy:
     """The tensors of a file, as the converter of `arch` makes them."""
     if arch == "glm4moe":
         yield from further_layer(config)
-    parts = absorbed(config, state) if arch == "deepseek2" and not legacy else apart(state)
-    for name, tensor in alternate(state) if arch == "gpt-oss" else parts:
-        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    parts = apart(state)
+    if arch == "deepseek2" and not legacy:
+        parts = absorbed(config, state)
+    elif arch == "gpt-oss":
+        parts = alternate(state)
+    elif arch in HYBRIDS:
+        parts = hybrid(arch, config, state, legacy)
+    for name, tensor in parts:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if arch in PERMUTED and "q_proj" in name:
@@ -161,7 +218,8 @@ def _common(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if width := getattr(config, "intermediate_size", None):
+        writer.add_feed_forward_length(width)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -260,6 +318,18 @@ def _latents(writer: gguf.GGUFWriter, config: Any, legacy: bool) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
 
 
+def _hybrid(writer: gguf.GGUFWriter, config: Any) -> None:
+    if hasattr(config, "num_experts"):
+        _experts(writer, config)
+    heads = config.linear_num_value_heads
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * config.linear_value_head_dim)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+
+
 def _phi(writer: gguf.GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
     head_dim = config.hidden_size // config.num_attention_heads
@@ -284,6 +354,7 @@ FACTS: Mapping[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "granite": _granite,
     "olmo2": _olmo,
     "phi3": _phi,
+    **dict.fromkeys(HYBRIDS, _hybrid),
     "qwen2moe": _experts,
     "qwen3moe": _experts,
 }
