@@ -152,7 +152,7 @@ def _from_directory(
 
 
 def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
-    converted = from_gguf(path, progress)
+    converted = from_gguf(path, progress, with_vocabulary=not config.tokenizer)
     facts = _facts(converted, config)
     if facts is None:
         raise ModelError(f"{converted} is damaged. Remove it and start again.")

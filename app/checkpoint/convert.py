@@ -13,43 +13,49 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
+from app.checkpoint.bpe import byte_level_bpe
 from core.env import cache_dir, read_object
 from core.errors import ModelError
 from core.models.gguf import GgufFacts, gguf_config, gguf_facts
 
-_FORMAT = 3
+_FORMAT = 4
 """Part of the cache key: raise it when what is written changes."""
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DIGITS: Mapping[str, str] = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
-"""The pre-tokenizer split of the Llama 3 and Qwen vocabularies, and how each splits numbers."""
+
+_SETTINGS: Mapping[str, str] = {
+    "tokenizer.chat_template": "chat_template",
+    "tokenizer.ggml.add_bos_token": "add_bos_token",
+}
+"""Metadata that are settings of tokenizer_config.json."""
 
 
-def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
-    """Directory for a .gguf file, from the cache when this very file was seen before."""
+def from_gguf(path: Path, progress: Callable[[str], None], with_vocabulary: bool = True) -> Path:
+    """Directory for a .gguf file, from the cache when this very file was seen before; its vocabulary may be
+    left out."""
 
     def write(folder: Path) -> None:
         progress(f"reading the configuration and vocabulary of {path.name} (once)")
         facts = _read_gguf(path)
-        fields, config = facts.fields, gguf_config(facts)
-        generation: dict[str, Any] = {
-            key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config
+        config = gguf_config(facts)
+        generation = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": _ends(facts.fields)}
+        settings: dict[str, Any] = {}
+        if with_vocabulary:
+            tokenizer, settings = _read_tokenizer(path, partial(_vocabulary, path, facts.fields))
+            (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        settings |= {
+            ours: facts.fields[theirs] for theirs, ours in _SETTINGS.items() if theirs in facts.fields
         }
-        tokenizer, settings = _read_tokenizer(path.parent, path.name)
-        tokenizer = with_split(tokenizer, str(fields.get("tokenizer.ggml.pre")))
-        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        settings |= _tokenizer_settings(fields)
         _write(folder / "tokenizer_config.json", settings)
         _write(folder / "generation_config.json", generation)
         _write(folder / "config.json", config)
 
-    return _cached(path, write)
+    return _cached(path, write, "" if with_vocabulary else "-bare")
 
 
 def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
@@ -66,7 +72,7 @@ def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
 
     def write(folder: Path) -> None:
         progress(f"converting the tokenizer of {directory.name} (once)")
-        tokenizer, settings = _read_tokenizer(directory, None)
+        tokenizer, settings = _read_tokenizer(directory, partial(_through_transformers, directory))
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         settings |= read_object(directory / "tokenizer_config.json") or {}
         _write(folder / "tokenizer_config.json", settings)
@@ -74,11 +80,11 @@ def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
     return _cached(source, write)
 
 
-def _cached(source: Path, write: Callable[[Path], None]) -> Path:
-    """What `write` leaves in an empty directory, kept under the name, size and time of `source`."""
+def _cached(source: Path, write: Callable[[Path], None], kind: str = "") -> Path:
+    """What `write` leaves in an empty directory, kept under name, size and time of `source`, and `kind`."""
     stat = source.stat()
     stem = source.stem if source.suffix == ".gguf" else source.parent.name
-    target = cache_dir() / "converted" / f"{stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}-{_FORMAT}"
+    target = cache_dir() / "converted" / f"{stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}-{_FORMAT}{kind}"
     if target.is_dir():
         return target
     try:
@@ -109,8 +115,7 @@ def _read_gguf(path: Path) -> GgufFacts:
 
     try:
         reader = gguf.GGUFReader(path)
-        bulk = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
-        fields = {f.name: f.contents() for f in reader.fields.values() if f.name not in bulk}
+        fields = {f.name: f.contents() for f in reader.fields.values() if f.name != "tokenizer.ggml.scores"}
         facts = gguf_facts(fields, reader.tensors)
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
         raise ModelError(
@@ -124,53 +129,50 @@ def _read_gguf(path: Path) -> GgufFacts:
     return facts
 
 
-def _tokenizer_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if template := fields.get("tokenizer.chat_template"):
-        settings["chat_template"] = template
-    # Absent: sentencepiece vocabularies begin with BOS, the others do not.
-    add_bos = fields.get("tokenizer.ggml.add_bos_token", fields.get("tokenizer.ggml.model") == "llama")
-    settings["add_bos_token"] = bool(add_bos)
-    return settings
+def _ends(fields: Mapping[str, Any]) -> list[int]:
+    """Tokens that end an answer: the ends of a text, a turn, and a message that calls a tool. In gpt-oss a
+    message's end is none, and files of Phi-3 name the text's end alone."""
+    kinds = ("eos",) if fields.get("general.architecture") == "gpt-oss" else ("eos", "eot", "eom")
+    ends = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
+    tokens = fields.get("tokenizer.ggml.tokens") or []
+    if fields.get("general.architecture") == "phi3" and "<|end|>" in tokens:
+        ends.append(tokens.index("<|end|>"))
+    return list(dict.fromkeys(each for each in ends if each is not None))
 
 
-def with_split(tokenizer: str, name: str) -> str:
-    """The tokenizer with the split into words that the .gguf file names, and the decoder that belongs to it.
-
-    `transformers` knows one split for most BPE vocabularies: without this, "1234" and much
-    punctuation would become other tokens than the model was trained on. Some of its versions also write a
-    decoder for sentencepiece's vocabularies: then no table of texts could be made (`app.text.vocab`), and
-    detokenization took 27% of the event loop's time at 64 streams.
-    """
-    content = json.loads(tokenizer)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    if name == "smollm":
-        first: dict[str, Any] = {"type": "Digits", "individual_digits": True}
-        second = byte_level | {"use_regex": True}
-    elif name in _DIGITS:
-        pattern = _WORDS.replace("DIGITS", _DIGITS[name])
-        first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        second = byte_level | {"use_regex": False}
-    else:
-        return tokenizer
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [first, second]}
-    content["decoder"] = byte_level | {"use_regex": True}
-    return json.dumps(content, ensure_ascii=False)
+Read = tuple[str, dict[str, Any]]
+"""Content of tokenizer.json, and settings of tokenizer_config.json."""
 
 
-def _read_tokenizer(directory: Path, gguf_file: str | None) -> tuple[str, dict[str, Any]]:
-    """Content of tokenizer.json and the special tokens, through `transformers`."""
-    from transformers import AutoTokenizer
-
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
+def _read_tokenizer(source: Path, read: Callable[[], Read]) -> Read:
+    """What `read` finds in `source`. Raises `ModelError`."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **extra)
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        settings = {name: str(token) for name in names if (token := getattr(tokenizer, name, None))}
-        return tokenizer.backend_tokenizer.to_str(), settings
+        return read()
+    except ModelError:
+        raise
     except Exception as error:  # a damaged file meets several libraries, each with its own errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
-            f"cannot read the tokenizer of {directory / (gguf_file or '')}: {reason}. "
+            f"cannot read the tokenizer of {source}: {reason}. "
             "Name a directory with tokenizer.json with --tokenizer."
         ) from error
+
+
+def _vocabulary(path: Path, fields: Mapping[str, Any]) -> Read:
+    """Of a .gguf file. BPE is read here, sentencepiece's through `transformers`."""
+    model = fields.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        tokenizer, settings = _through_transformers(path.parent, path.name)
+        return tokenizer, settings | {"add_bos_token": model == "llama"}
+    content, settings = byte_level_bpe(fields)
+    return tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False)).to_str(), settings
+
+
+def _through_transformers(directory: Path, gguf_file: str | None = None) -> Read:
+    from transformers import AutoTokenizer
+
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **extra)
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    settings = {name: str(token) for name in names if (token := getattr(tokenizer, name, None))}
+    return tokenizer.backend_tokenizer.to_str(), settings

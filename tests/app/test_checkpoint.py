@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 from app.checkpoint.checkpoint import Checkpoint, resolve, resolve_draft
-from app.checkpoint.convert import with_split
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
-from app.text.vocab import DecoderKind, Vocabulary
 from core.config import ModelConfig
 from core.errors import ConfigError, ModelError
 from core.request import SamplingParams
@@ -246,37 +244,23 @@ def test_a_file_that_is_no_gguf(tmp_path: Path, content: bytes) -> None:
         find(path)
 
 
-@pytest.mark.parametrize(("name", "pre"), [("qwen3", "qwen2"), ("llama3_1", "llama-bpe")])
-def test_splits_are_those_of_the_real_vocabularies(name: str, pre: str) -> None:
-    original = json.loads((asset(f"tokenizers/{name}") / "tokenizer.json").read_text())
-    bare = original | {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}}
-    split = json.loads(with_split(json.dumps(bare), pre))["pre_tokenizer"]["pretokenizers"]
-    assert split[0] == original["pre_tokenizer"]["pretokenizers"][0]
-    assert split[1]["use_regex"] is False
-
-
-@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2"])
-def test_texts_of_tokens_can_be_looked_up_whatever_decoder_was_written(pre: str) -> None:
-    """Releases of `transformers` differ in it: with this one every token was decoded by the tokenizer."""
-    core = json.loads(vocabularies.byte_level().to_str())
-    parts = [{"type": "ByteFallback"}, {"type": "Fuse"}, core["decoder"]]
-    written = core | {"decoder": {"type": "Sequence", "decoders": parts}}
-    made = json.loads(with_split(json.dumps(written), pre))
-    assert Vocabulary({}, frozenset(), made["decoder"]).kind is DecoderKind.BYTE_LEVEL
-
-
 # -- .gguf -----------------------------------------------------------------------------------------
 
 
-def write_gguf(path: Path, architecture: str = "llama", pre: str = "smollm") -> None:
-    """A one-layer model's metadata and embedding, with the small byte-level vocabulary."""
+def write_gguf(
+    path: Path, architecture: str = "llama", pre: str = "smollm", model: str = "gpt2", **ends: int
+) -> None:
+    """A one-layer model's metadata and embedding, with the small byte-level vocabulary; `ends`: ids of
+    further tokens by their names in metadata."""
     core = json.loads(vocabularies.byte_level().to_str())
     tokens = sorted(core["model"]["vocab"], key=core["model"]["vocab"].get)
     special = [token["content"] for token in core["added_tokens"] if token["special"]]
     writer = gguf.GGUFWriter(path, architecture)
     dimensions(writer)
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre)
+    for name, token in ends.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}", token)
     writer.add_token_list([*tokens, *special])
     writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(special))
     writer.add_token_merges([" ".join(pair) for pair in core["model"]["merges"]])
@@ -342,6 +326,26 @@ def test_a_gguf_file(tmp_path: Path, cache: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout == ""
+
+
+def test_ends_and_a_vocabulary_that_transformers_does_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "granite", "refact", eot_token_id=7, eom_token_id=9)
+    found = find(path)
+    assert found.eos_ids == (262, 7, 9)
+    tokenizer = Tokenizer.load(found.tokenizer, found.config["vocab_size"], found.eos_ids, found.bos_id)
+    assert tokenizer.encode("hello 12").tolist() == [259, ord(" "), ord("1"), ord("2")]
+
+
+def test_a_vocabulary_that_is_not_known_can_be_replaced(tmp_path: Path) -> None:
+    path, other = tmp_path / "tiny.gguf", tmp_path / "other"
+    write_gguf(path, pre="gpt-5")
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre 'gpt-5' .*--tokenizer"):
+        find(path)
+    other.mkdir()
+    vocabularies.byte_level().save(str(other / "tokenizer.json"))
+    found = find(path, tokenizer=str(other))
+    assert (found.tokenizer, found.eos_ids) == (other, (262,))
 
 
 def test_a_vocabulary_of_sentencepiece_in_a_gguf_file(tmp_path: Path) -> None:
@@ -411,7 +415,7 @@ def test_a_damaged_gguf_is_one_line(tmp_path: Path, seed: int) -> None:
 def test_whatever_a_tokenizer_of_a_gguf_file_raises_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    write_gguf(tmp_path / "x.gguf")
+    write_gguf(tmp_path / "x.gguf", model="llama")
 
     def refuse(*args: object, **options: object) -> None:
         raise error
