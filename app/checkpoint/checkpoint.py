@@ -17,6 +17,7 @@ from core.env import read, read_object
 from core.errors import ConfigError, ModelError, RequestError
 from core.models import runs_natively
 from core.models.fields import Config, Fields
+from core.models.gguf import gguf_parts, gguf_stem
 from core.request import SamplingParams
 from core.request.params import check
 
@@ -58,7 +59,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size(self) -> int:
         """Bytes of the files with the weights."""
-        files = [self.path] if self.path.is_file() else self.path.glob("*.safetensors")
+        parts = map(self.path.with_name, gguf_parts(self.path.name))
+        files = parts if self.path.is_file() else self.path.glob("*.safetensors")
         return sum(file.stat().st_size for file in files)
 
 
@@ -82,7 +84,7 @@ def resolve(config: ModelConfig, progress: Progress, check: Check = runs_nativel
     if path.is_dir():
         return _from_directory(path, path.resolve().name, config, progress, check)
     if path.is_file():
-        return _from_gguf(path, path.stem, config, progress)
+        return _from_gguf(path, gguf_stem(path.name), config, progress)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         found = _from_hub(config, offline, progress, check)
         return _from_directory(found, name, config, progress, check)

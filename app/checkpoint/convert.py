@@ -22,7 +22,7 @@ import tokenizers
 from app.checkpoint.bpe import byte_level_bpe
 from core.env import cache_dir, read_object
 from core.errors import ModelError
-from core.models.gguf import GgufFacts, gguf_config, gguf_facts
+from core.models.gguf import GgufFacts, check_parts, gguf_config, gguf_facts, gguf_parts
 
 _FORMAT = 4
 """Part of the cache key: raise it when what is written changes."""
@@ -111,21 +111,25 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read_gguf(path: Path) -> GgufFacts:
+    """Of a file, or of all of a split one, whose first is `path`."""
     import gguf
 
+    parts, readers = gguf_parts(path.name), []
+    for part in map(path.with_name, parts):
+        try:
+            readers.append(gguf.GGUFReader(part))
+        except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
+            raise ModelError(
+                f"{part} is not a readable .gguf file ({error}). --model takes a directory with config.json, "
+                "a .gguf file or a hub id like org/name."
+            ) from error
     try:
-        reader = gguf.GGUFReader(path)
-        fields = {f.name: f.contents() for f in reader.fields.values() if f.name != "tokenizer.ggml.scores"}
-        facts = gguf_facts(fields, reader.tensors)
-    except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
-        raise ModelError(
-            f"{path} is not a readable .gguf file ({error}). --model takes a directory with config.json, "
-            "a .gguf file or a hub id like org/name."
-        ) from error
-    if fields.get("split.count", 1) > 1:
-        raise ModelError(
-            f"{path.name} is one part of a split .gguf. Join the parts with `gguf-split --merge`."
-        )
+        named = [(f.name, f) for f in readers[0].fields.values() if f.name != "tokenizer.ggml.scores"]
+        fields = {name: field.contents() for name, field in named}
+        facts = gguf_facts(fields, [tensor for reader in readers for tensor in reader.tensors])
+    except (ValueError, IndexError, KeyError) as error:
+        raise ModelError(f"{path} is not a readable .gguf file ({error}): fetch it again.") from error
+    check_parts(parts, fields)
     return facts
 
 

@@ -5,6 +5,7 @@ What a field means is as llama.cpp's converter (convert_hf_to_gguf.py, conversio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from types import MappingProxyType
@@ -65,8 +66,35 @@ def gguf_facts(fields: Mapping[str, Any], tensors: Iterable[Any]) -> GgufFacts:
         fields,
         {each.name: tuple(map(int, each.shape)) for each in listed},
         {each.name: each.tensor_type.name for each in listed},
-        {each.name: tuple(map(float, each.data)) for each in listed if each.name in FACTORS},
+        {each.name: tuple(map(float, each.data.reshape(-1))) for each in listed if each.name in FACTORS},
     )
+
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def gguf_parts(name: str) -> list[str]:
+    """The files of a split .gguf whose first has that name; of any other that alone."""
+    named = _PART.fullmatch(name)
+    if named is None or int(named[2]) != 1:
+        return [name]
+    count = int(named[3])
+    return [f"{named[1]}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+
+
+def gguf_stem(name: str) -> str:
+    """What a file of that name is called without its end, and a split one without the number of its first."""
+    named = _PART.fullmatch(name)
+    return name.removesuffix(".gguf") if named is None else named[1]
+
+
+def check_parts(parts: list[str], fields: Mapping[str, Any]) -> None:
+    """Raise `ModelError` where the first of these, whose metadata are `fields`, is one of more or fewer."""
+    if (count := fields.get("split.count") or 1) != len(parts):
+        raise ModelError(
+            f"{parts[0]} is one of {count} files of a split .gguf: name the first, and let them be called "
+            f"NAME-00001-of-{count:05}.gguf and so on, as llama.cpp does."
+        )
 
 
 class _File:

@@ -5,6 +5,7 @@ Names and rope layout follow llama.cpp's convert_hf_to_gguf.py, undone.
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import re
@@ -19,7 +20,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderTensor, dequantize
 
 from core.errors import ModelError
-from core.models.gguf import FACTORS, gguf_config, gguf_facts
+from core.models.gguf import FACTORS, check_parts, gguf_config, gguf_facts, gguf_parts
 from gpu.quant import mxfp4
 from gpu.weights.files import Progress, Task, run_tasks
 from gpu.weights.fill import Filler
@@ -47,6 +48,7 @@ _LAYER: Mapping[str, str] = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -137,7 +139,15 @@ class _Reader(GGUFReader):  # type: ignore[misc]
 
 
 def _open(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
-    """Metadata without its long arrays, and the tensors, mapped. Raises `ModelError`."""
+    """Metadata without its long arrays, and the tensors, mapped: of all files of a split one, whose first is
+    `path`. Raises `ModelError`."""
+    parts = gguf_parts(path.name)
+    (fields, tensors), *others = (_open_one(path.with_name(part)) for part in parts)
+    check_parts(parts, fields)
+    return fields, tensors + [tensor for _, more in others for tensor in more]
+
+
+def _open_one(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
     if not path.is_file():
         raise ModelError(f"{path} is missing.")
     try:
@@ -177,7 +187,8 @@ def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
 class _Matrix(NamedTuple):
     """A matrix [outputs, inputs] of a file, or some of its outputs (`gpu.weights.fill.Coarse`).
 
-    rows    uint8 [outputs, bytes] in the mapped file, or in the order of halves where that differs
+    rows    [outputs, ...] as they lie in the mapped file, uint8 where they are quantised, in the order of a
+            checkpoint
     """
 
     name: str
@@ -259,8 +270,11 @@ class _Layout(NamedTuple):
         if own == "ffn_gate_inp_shexp.weight":  # a vector in the file
             shape = (1, shape[-1])
         if "{}" in name:
-            for expert, rows in enumerate(tensor.data):
-                yield name.format(expert), _Rows(kind, rows, shape[1:])
+            parts = ("gate", "up") if "gate_up" in name else ("",)
+            size = shape[1] // len(parts)
+            for (expert, rows), (i, part) in itertools.product(enumerate(tensor.data), enumerate(parts)):
+                half = _Rows(kind, rows[i * size : (i + 1) * size], (size, *shape[2:]))
+                yield name.format(expert).replace("gate_up", part), half
             return
         rows, order = tensor.data, self.orders.get(own.rpartition(".")[0])
         yield name, _Rows(kind, rows if order is None else rows[order(len(rows)).numpy()], shape)

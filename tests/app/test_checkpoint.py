@@ -248,14 +248,21 @@ def test_a_file_that_is_no_gguf(tmp_path: Path, content: bytes) -> None:
 
 
 def write_gguf(
-    path: Path, architecture: str = "llama", pre: str = "smollm", model: str = "gpt2", **ends: int
+    path: Path,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    model: str = "gpt2",
+    split: int = 0,
+    **ends: int,
 ) -> None:
-    """A one-layer model's metadata and embedding, with the small byte-level vocabulary; `ends`: ids of
-    further tokens by their names in metadata."""
+    """A one-layer model's metadata and embedding, with the small byte-level vocabulary. `split`: a head too,
+    in another file; `ends`: ids of further tokens by their names in metadata."""
     core = json.loads(vocabularies.byte_level().to_str())
     tokens = sorted(core["model"]["vocab"], key=core["model"]["vocab"].get)
     special = [token["content"] for token in core["added_tokens"] if token["special"]]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
+    if split:
+        writer.add_tensor("output.weight", np.zeros((264, 64), np.float32))
     dimensions(writer)
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre)
@@ -335,6 +342,20 @@ def test_ends_and_a_vocabulary_that_transformers_does_not_read(tmp_path: Path) -
     assert found.eos_ids == (262, 7, 9)
     tokenizer = Tokenizer.load(found.tokenizer, found.config["vocab_size"], found.eos_ids, found.bos_id)
     assert tokenizer.encode("hello 12").tolist() == [259, ord(" "), ord("1"), ord("2")]
+
+
+def test_a_split_gguf_file(tmp_path: Path) -> None:
+    """Its first has the metadata, and the others tensors of which a config is made, too."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, split=1)
+    first, second = sorted(tmp_path.glob("*.gguf"))
+    found = find(first)
+    assert found.config["tie_word_embeddings"] is False
+    assert (found.names, found.path) == (("tiny",), first)
+    assert found.size == first.stat().st_size + second.stat().st_size
+    second.unlink()
+    with pytest.raises(ModelError, match=r"00002-of-00002\.gguf is not a readable \.gguf file"):
+        find(first, tokenizer=str(tmp_path))
 
 
 def test_a_vocabulary_that_is_not_known_can_be_replaced(tmp_path: Path) -> None:

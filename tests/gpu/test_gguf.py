@@ -117,7 +117,7 @@ def test_quantised_weights_are_dequantised(arch: str, variant: str, only: str, t
 def test_files_of_older_converters(arch: str, variant: str, tmp_path: Path) -> None:
     """Which had what they now have in parts in one tensor, as the checkpoint."""
     tiny = tiny_model.build(variant, tmp_path / "hf", mlp_only_layers=[])
-    file = write(tmp_path / "tiny.gguf", arch, tiny.reference, legacy=True)
+    file = write(tmp_path / "tiny.gguf", arch, tiny.reference, how="legacy")
     places, want = (
         load_model(spec_of(path), path, torch.float32, CPU).places() for path in (file, tiny.path)
     )
@@ -145,6 +145,32 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"blk.1.attn_v_b", b"blk.7.attn_v_b"))
     with pytest.raises(ModelError, match=r"blk\.1\.attn_k_b\.weight and lacks blk\.1\.attn_v_b\.weight"):
         load_model(spec, file, torch.float32, CPU)
+
+
+def test_gate_and_up_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    """As the converter writes them if it is asked to."""
+    tiny = tiny_model.build("qwen3-moe", tmp_path / "hf", **tiny_model.FEW_EXPERTS | {"mlp_only_layers": []})
+    file = write(tmp_path / "tiny.gguf", "qwen3moe", tiny.reference, how="fused")
+    places, want = (
+        load_model(spec_of(path), path, torch.float32, CPU).places() for path in (file, tiny.path)
+    )
+    assert_equal(places, want)
+
+
+def test_a_split_file_is_read_by_its_first(tmp_path: Path) -> None:
+    tiny = tiny_model.build("llama", tmp_path / "hf")
+    first = write(tmp_path / "tiny.gguf", "llama", tiny.reference, split=10)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert parts[0] == first and len(parts) == 3
+    spec = spec_of(first)
+    assert spec == spec_of(tiny.path)
+    places, want = (load_model(spec, path, torch.float32, CPU).places() for path in (first, tiny.path))
+    assert_equal(places, want)
+    with pytest.raises(ModelError, match=r"tiny-00002-of-00003\.gguf is one of 3 files .*: name the first"):
+        spec_of(parts[1])
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=r"tiny-00003-of-00003\.gguf is missing"):
+        spec_of(first)
 
 
 def test_experts_in_mxfp4_stay_as_they_are_where_they_can(tmp_path: Path) -> None:

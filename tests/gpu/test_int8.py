@@ -275,12 +275,22 @@ def fp8(folder: Path) -> Path:
         (partial(gguf_of, "llama"), 1, True),
         (partial(gguf_of, "llama", tie_word_embeddings=True), 2, False),
         (partial(gguf_of, "gemma2", kind=Kind.Q4_1), 1, False),
+        (partial(gguf_of, "phi3"), 2, False),
         (awq, 2, True),
         (gptq, 1, False),
         (w4a16, 1, False),
         (fp8, 1, False),
     ],
-    ids=["gguf", "gguf, tied, two ranks", "gguf, 4 bits", "awq, two ranks", "gptq", "w4a16", "fp8"],
+    ids=[
+        "gguf",
+        "gguf, tied, two ranks",
+        "gguf, 4 bits",
+        "gguf, fused",
+        "awq, two ranks",
+        "gptq",
+        "w4a16",
+        "fp8",
+    ],
 )
 def test_text_is_that_of_the_dequantised_model(
     make: Callable[[Path], Path], tp: int, adapts: bool, tmp_path: Path

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -32,6 +32,7 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -112,14 +113,15 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def apart(state: Mapping[str, torch.Tensor]) -> Named:
+def apart(state: Mapping[str, torch.Tensor], fused: bool = False) -> Named:
     """A state with gate and up of the experts apart, their names as those of other matrices."""
     for name, tensor in state.items():
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith("experts.gate_up_proj") and not fused:
             for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
                 yield name.replace("gate_up", part) + ".weight", half
         else:
-            yield name + ".weight" if name.endswith("experts.down_proj") else name, tensor
+            whole = name.endswith(("experts.down_proj", "experts.gate_up_proj"))
+            yield name + ".weight" if whole else name, tensor
 
 
 def alternate(state: Mapping[str, torch.Tensor]) -> Named:
@@ -188,11 +190,12 @@ def further_layer(config: Any) -> Named:
     yield f"{layer}.nextn.eh_proj.weight", torch.zeros(config.hidden_size, 2 * config.hidden_size)
 
 
-def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor], legacy: bool) -> Named:
+def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor], how: How) -> Named:
     """The tensors of a file, as the converter of `arch` makes them."""
+    legacy = how == "legacy"
     if arch == "glm4moe":
         yield from further_layer(config)
-    parts = apart(state)
+    parts = apart(state, how == "fused")
     if arch == "deepseek2" and not legacy:
         parts = absorbed(config, state)
     elif arch == "gpt-oss":
@@ -360,6 +363,9 @@ FACTS: Mapping[str, Callable[[gguf.GGUFWriter, Any], None]] = {
 }
 """By architecture what its converter writes besides."""
 
+How = Literal["", "legacy", "fused"]
+"""As converters write files, wrote them at first, or if they are asked to: experts' gates and ups in one."""
+
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
@@ -370,12 +376,14 @@ def write(
     quantise: bool = False,
     kind: gguf.GGMLQuantizationType = Q8_0,
     only: str = "",
-    legacy: bool = False,
+    how: How = "",
+    split: int = 0,
 ) -> Path:
     """`reference`, a transformers model, as a GGUF file; `quantise`: its matrices as `kind`, those in whose
-    names there is the regular expression `only`; `legacy`: as converters wrote it at first."""
+    names there is the regular expression `only`; `split`: in files of so many tensors, whose first is
+    returned."""
     config = reference.config
-    writer = gguf.GGUFWriter(str(path), arch)
+    writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=split)
     # As llama.cpp counts them, which the library does not say of every kind.
     writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q8_0 if quantise else gguf.LlamaFileType.ALL_F32))
     writer.add_token_list([f"token {i}" for i in range(300)])
@@ -386,8 +394,8 @@ def write(
     if arch in FACTS:
         FACTS[arch](writer, config)
     if arch == "deepseek2":
-        _latents(writer, config, legacy)
-    for name, tensor in converted(arch, config, reference.state_dict(), legacy):
+        _latents(writer, config, how == "legacy")
+    for name, tensor in converted(arch, config, reference.state_dict(), how):
         data = tensor.contiguous().numpy()
         if quantise and tensor.dim() > 1 and re.search(only, name):
             writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
@@ -397,4 +405,4 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return writer.format_shard_names(path)[0]
