@@ -19,20 +19,10 @@ from gpu.weight_formats import shard_spec
 from gpu.weights import load_model
 from gpu.weights.gguf import config_from_gguf, hf_name, unpermute
 from tests.rigs import mxfp4_files, tiny_model
-from tests.rigs.gguf_file import permute, write
+from tests.rigs.gguf_file import CASES, permute, write
 from tests.rigs.runner import Rig
 
 CPU = torch.device("cpu")
-
-DEEPSEEK_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "mscale": 0.7,
-    "mscale_all_dim": 0.7,
-}
-"""Both scales are the same in every released model, and files have one."""
 
 
 def assert_equal(places: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> None:
@@ -44,43 +34,7 @@ def assert_equal(places: Mapping[str, torch.Tensor], want: Mapping[str, torch.Te
 
 
 @pytest.mark.parametrize(
-    ("arch", "variant", "fields"),
-    [
-        ("deepseek2", "deepseek-v2", {}),
-        ("deepseek2", "deepseek-v2-groups", {}),
-        ("deepseek2", "deepseek-v3", {"rope_parameters": DEEPSEEK_ROPE}),
-        ("deepseek2", "glm4-moe-lite", {"mlp_layer_types": None}),
-        ("gemma2", "gemma2", {"query_pre_attn_scalar": 16}),
-        # Of which layers slide and how wide heads' scores are a file says nothing.
-        ("gemma3", "gemma3", {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6}),
-        ("glm4moe", "glm4-moe", {}),
-        ("glm4moe", "glm4-moe-one-group", {}),
-        # What clamps gates is the same in every model.
-        ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0}),
-        ("granite", "granite", {}),
-        ("llama", "llama", {}),
-        ("llama", "mixtral", {}),
-        ("olmo2", "olmo2", {}),
-        ("olmo2", "olmo2-yarn", {}),
-        ("olmo2", "olmo3", {}),
-        ("phi3", "phi3", {}),
-        ("phi3", "phi3-longrope", {}),
-        ("qwen2", "qwen2", {}),
-        # What a file cannot say: windows, layers without experts, and whether experts' weights sum to 1.
-        (
-            "qwen2moe",
-            "qwen2-moe",
-            {"use_sliding_window": False, "mlp_only_layers": [], "norm_topk_prob": False},
-        ),
-        ("qwen3", "qwen3", {}),
-        ("qwen35", "qwen3.5", {}),
-        ("qwen35moe", "qwen3.5-moe", {}),
-        ("qwen3moe", "qwen3-moe", {}),
-        ("qwen3next", "qwen3-next", {"mlp_only_layers": []}),
-        # Every fourth layer does not rotate, which a file does not say either.
-        ("smollm3", "smollm3", {"no_rope_layers": None, "num_hidden_layers": 4}),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
+    ("arch", "variant", "fields"), CASES, ids=lambda each: each if isinstance(each, str) else ""
 )
 def test_a_gguf_is_the_model_it_was_made_from(
     arch: str, variant: str, fields: dict[str, Any], tmp_path: Path

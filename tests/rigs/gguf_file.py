@@ -183,18 +183,21 @@ def hybrid(arch: str, config: Any, state: Mapping[str, torch.Tensor], legacy: bo
         yield name, tensor + 1.0 if name.endswith("norm.weight") and not plain else tensor
 
 
-def further_layer(config: Any) -> Named:
-    """A layer for multi-token prediction, behind the last: nothing reads it."""
-    layer = f"blk.{config.num_hidden_layers}"
-    yield f"{layer}.attn_norm.weight", torch.zeros(config.hidden_size)
-    yield f"{layer}.nextn.eh_proj.weight", torch.zeros(config.hidden_size, 2 * config.hidden_size)
+def with_further_layer(config: Any, named: Named) -> Named:
+    """And one more layer like the last, which predicts further tokens: nothing reads it."""
+    last, layer = (f"blk.{config.num_hidden_layers - i}." for i in (1, 0))
+    for name, tensor in named:
+        yield name, tensor
+        if name.startswith(last):
+            yield name.replace(last, layer), tensor
+    for norm in ("enorm", "hnorm"):
+        yield f"{layer}nextn.{norm}.weight", torch.ones(config.hidden_size)
+    yield f"{layer}nextn.eh_proj.weight", torch.zeros(config.hidden_size, 2 * config.hidden_size)
 
 
 def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor], how: How) -> Named:
     """The tensors of a file, as the converter of `arch` makes them."""
     legacy = how == "legacy"
-    if arch == "glm4moe":
-        yield from further_layer(config)
     parts = apart(state, how == "fused")
     if arch == "deepseek2" and not legacy:
         parts = absorbed(config, state)
@@ -228,6 +231,7 @@ def _common(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if head_dim := getattr(config, "head_dim", None):
         writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     rope = config.rope_parameters
     rope = rope.get("full_attention") or rope
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -307,12 +311,11 @@ def _latents(writer: gguf.GGUFWriter, config: Any, legacy: bool) -> None:
         writer.add_key_length_mla(keys)
         writer.add_value_length_mla(config.v_head_dim)
     _grouped(writer, config)
-    if config.model_type != "glm4_moe_lite":
-        sigmoid = config.model_type == "deepseek_v3"
+    if not legacy:
         kinds = gguf.ExpertGatingFuncType
-        writer.add_expert_gating_func(kinds.SIGMOID if sigmoid else kinds.SOFTMAX)
-    else:
-        writer.add_tokenizer_pre("glm4")
+        softmax = config.model_type == "deepseek_v2"
+        writer.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
+    writer.add_vocab_size(config.vocab_size)
     writer.add_kv_lora_rank(config.kv_lora_rank)
     if config.q_lora_rank:
         writer.add_q_lora_rank(config.q_lora_rank)
@@ -325,6 +328,8 @@ def _hybrid(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "num_experts"):
         _experts(writer, config)
     heads = config.linear_num_value_heads
+    if not config.model_type.startswith("qwen3_next"):
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -386,8 +391,11 @@ def write(
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=split)
     # As llama.cpp counts them, which the library does not say of every kind.
     writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q8_0 if quantise else gguf.LlamaFileType.ALL_F32))
-    writer.add_token_list([f"token {i}" for i in range(300)])
-    writer.add_token_scores([0.5] * 300)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("glm4" if config.model_type == "glm4_moe_lite" else "qwen2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+    writer.add_token_merges(["t 1"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     _common(writer, config)
@@ -395,7 +403,8 @@ def write(
         FACTS[arch](writer, config)
     if arch == "deepseek2":
         _latents(writer, config, how == "legacy")
-    for name, tensor in converted(arch, config, reference.state_dict(), how):
+    tensors = converted(arch, config, reference.state_dict(), how)
+    for name, tensor in with_further_layer(config, tensors) if arch == "glm4moe" else tensors:
         data = tensor.contiguous().numpy()
         if quantise and tensor.dim() > 1 and re.search(only, name):
             writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
@@ -406,3 +415,51 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return writer.format_shard_names(path)[0]
+
+
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+"""Both scales are the same in every released model, and files have one."""
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("deepseek2", "deepseek-v2", {}),
+    ("deepseek2", "deepseek-v2-groups", {}),
+    ("deepseek2", "deepseek-v3", {"rope_parameters": DEEPSEEK_ROPE}),
+    ("deepseek2", "glm4-moe-lite", {"mlp_layer_types": None}),
+    ("gemma2", "gemma2", {"query_pre_attn_scalar": 16}),
+    # Of which layers slide and how wide heads' scores are a file says nothing.
+    ("gemma3", "gemma3", {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6}),
+    ("glm4moe", "glm4-moe", {}),
+    ("glm4moe", "glm4-moe-one-group", {}),
+    # What clamps gates is the same in every model.
+    ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0}),
+    ("granite", "granite", {}),
+    ("llama", "llama", {}),
+    ("llama", "mixtral", {}),
+    ("olmo2", "olmo2", {}),
+    ("olmo2", "olmo2-yarn", {}),
+    ("olmo2", "olmo3", {}),
+    ("phi3", "phi3", {}),
+    ("phi3", "phi3-longrope", {}),
+    ("qwen2", "qwen2", {}),
+    # What a file cannot say: windows, layers without experts, and whether experts' weights sum to 1.
+    (
+        "qwen2moe",
+        "qwen2-moe",
+        {"use_sliding_window": False, "mlp_only_layers": [], "norm_topk_prob": False},
+    ),
+    ("qwen3", "qwen3", {}),
+    ("qwen35", "qwen3.5", {}),
+    ("qwen35moe", "qwen3.5-moe", {}),
+    ("qwen3moe", "qwen3-moe", {}),
+    ("qwen3next", "qwen3-next", {"mlp_only_layers": []}),
+    # Every fourth layer does not rotate, which a file does not say either.
+    ("smollm3", "smollm3", {"no_rope_layers": None, "num_hidden_layers": 4}),
+]
+"""Architectures, of `tiny_model.VARIANTS` those that they are of, and changes to what files do not say."""
