@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from gpu.context import ForwardContext
 from gpu.layers import Parameters
 from gpu.layers.linear import Linear, Places
 from gpu.models.base import CausalModel
-from gpu.ops.base import Ops
+from gpu.models.decoder import Layer
+from gpu.ops.base import Ops, Part, Rotation
 
 
 class DraftModel(ABC):
@@ -101,6 +104,29 @@ class ChainModel(DraftModel):
         target's states or the second of what the last call returned; it is used up. Returns hidden states for
         `logits` and for the next call, [n, hidden] each, which may be one tensor; of `ctx.wanted` alone where
         that is given."""
+
+
+class Made(NamedTuple):
+    """What layers make: `part` is to be added to `residual`, in operations of `ctx`."""
+
+    ctx: ForwardContext
+    part: Part | None
+    residual: Tensor
+
+
+def run_behind(
+    ctx: ForwardContext, rotation: Rotation, layers: list[Layer], found: Tensor, residual: Tensor
+) -> Made:
+    """Run the rest of `layers` after the first one's attention, whose output is `found`; the last layer keeps
+    only the wanted rows."""
+    for layer, after in pairwise(layers):
+        part = layer.transform(ctx, found, residual)
+        found = after.attend(ctx, rotation, part, residual)
+    if ctx.wanted is not None:
+        # Of a long prompt's chunk one row goes on, or none.
+        found, residual = (rows.index_select(0, ctx.wanted) for rows in (found, residual))
+        ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
+    return Made(ctx, layers[-1].transform(ctx, found, residual), residual)
 
 
 class BlockModel(DraftModel):

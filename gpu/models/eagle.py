@@ -6,9 +6,6 @@ EAGLE-3  x = norm(embedding) | norm(state), which the first layer's attention pr
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +15,7 @@ from gpu.context import ForwardContext
 from gpu.layers import Parameters, RmsNorm, Rope
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Layer
-from gpu.models.draft import ChainModel
+from gpu.models.draft import ChainModel, run_behind
 from gpu.ops.base import Ops, PairNorms, Part, Rotation
 
 
@@ -46,29 +43,6 @@ class _Fused(Layer):
         return self._first_norm.weight, self._hidden_norm.weight, self._first_norm.eps
 
 
-class _Made(NamedTuple):
-    """What layers make: `part` is to be added to `residual`, in operations of `ctx`."""
-
-    ctx: ForwardContext
-    part: Part | None
-    residual: Tensor
-
-
-def _rest(
-    ctx: ForwardContext, rotation: Rotation, layers: list[Layer], found: Tensor, residual: Tensor
-) -> _Made:
-    """Run the rest of `layers` after the first one's attention, whose output is `found`; the last layer keeps
-    only the wanted rows."""
-    for layer, after in pairwise(layers):
-        part = layer.transform(ctx, found, residual)
-        found = after.attend(ctx, rotation, part, residual)
-    if ctx.wanted is not None:
-        # Of a long prompt's chunk one row goes on, or none.
-        found, residual = (rows.index_select(0, ctx.wanted) for rows in (found, residual))
-        ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
-    return _Made(ctx, layers[-1].transform(ctx, found, residual), residual)
-
-
 class Eagle(ChainModel):
     """EAGLE, whose two versions differ in how they draft, not in the model."""
 
@@ -93,7 +67,7 @@ class Eagle(ChainModel):
         rotation = self._rope(ctx)
         residual = self._fc(ctx.ops.embed_beside(self.embedding, ids, hidden, None), ctx.ops)
         found = self._layers[0].attend(ctx, rotation, None, residual)
-        _, part, residual = _rest(ctx, rotation, self._layers, found, residual)
+        _, part, residual = run_behind(ctx, rotation, self._layers, found, residual)
         assert isinstance(part, Tensor), "the layers are dense"
         residual.add_(part)
         return residual, residual
@@ -141,6 +115,6 @@ class Eagle3(ChainModel):
         if self.spec.norm_before_residual:
             residual = pair[:, hidden.shape[1] :].contiguous()
         found = self._first.attention.attend(ctx, rotation, pair)
-        ctx, part, residual = _rest(ctx, rotation, self._layers, found, residual)
+        ctx, part, residual = run_behind(ctx, rotation, self._layers, found, residual)
         out = self._norm(ctx, part, residual)
         return out, out if self.spec.norm_output else residual
