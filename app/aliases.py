@@ -102,13 +102,16 @@ ALGORITHMS: Mapping[str, str] = {
     # SGLang
     "NGRAM": "ngram",
     "EAGLE": "eagle",
-    "NEXTN": "eagle",
+    "NEXTN": "mtp",
     "EAGLE3": "eagle3",
     "DFLASH": "dflash",
     "STANDALONE": "draft-model",
     # vLLM
     "draft_model": "draft-model",
     "suffix": "ngram",
+    **dict.fromkeys(
+        ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"
+    ),
 }
 """Their names of ways to draft, to ours; other names are the same."""
 VALUES: Mapping[str, Mapping[str, str]] = {

@@ -128,7 +128,7 @@ def _load(config: Config, publishers: Sequence[Publisher], progress: Progress) -
     helper = HelperProcess()
     generates = spec.task == "generate"
     grammars = _grammars(tokenizer, spec.vocab_size, helper) if generates else None
-    beside = Beside(_drafting(config, progress), limits, config.parallel)
+    beside = Beside(_drafting(config, checkpoint.path, progress), limits, config.parallel)
     executors = _executors(config, spec, checkpoint.path, beside, progress)
     executor = executors[0]
     progress("engine", 0.0)
@@ -217,7 +217,8 @@ def find(model: ModelConfig, say: Callable[[str], None]) -> Checkpoint:
 def _model_and_beside(config: Config, progress: Progress) -> tuple[ModelSpec, Path, Beside]:
     checkpoint, spec = _checkpoint(config, progress)
     limits = _limits(config, _adapters_at_start(config, progress))
-    return spec, checkpoint.path, Beside(_drafting(config, progress), limits, config.parallel)
+    drafting = _drafting(config, checkpoint.path, progress)
+    return spec, checkpoint.path, Beside(drafting, limits, config.parallel)
 
 
 def _checkpoint(config: Config, progress: Progress) -> tuple[Checkpoint, ModelSpec]:
@@ -250,13 +251,15 @@ def _adapters_at_start(config: Config, progress: Progress) -> list[AdapterInfo]:
     return [fetched(adapter) for adapter in adapters_at_start(config.lora)]
 
 
-def _drafting(config: Config, progress: Progress) -> Drafting:
-    """The settings of speculative decoding, with the algorithm that the draft model is for."""
+def _drafting(config: Config, model: Path, progress: Progress) -> Drafting:
+    """The settings of speculative decoding, with the algorithm that the draft model is for. A layer for
+    multi-token prediction lies in the checkpoint at `model` itself."""
     path = resolve_draft(config.speculative.draft_model_path, config.model, lambda text: progress(text, 0.0))
     facts = None
     if path is not None:
         facts = config_from_gguf(path) if path.is_file() else read_object(path / "config.json")
-    return Drafting(resolve_algorithm(config.speculative, facts, algorithm_of), path)
+    settings = resolve_algorithm(config.speculative, facts, algorithm_of)
+    return Drafting(settings, model if settings.algorithm == "mtp" else path)
 
 
 def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compiler | None:

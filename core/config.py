@@ -11,7 +11,7 @@ from core.types import LogprobsMode
 
 SchedulePolicy = Literal["fair", "fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 Eviction = Literal["lru", "lfu", "fifo", "priority"]
-Algorithm = Literal["auto", "none", "ngram", "eagle", "eagle3", "dflash", "draft-model"]
+Algorithm = Literal["auto", "none", "ngram", "eagle", "eagle3", "dflash", "mtp", "draft-model"]
 LogFormat = Literal["text", "json"]
 LoadBalance = Literal["cached-prefix", "shortest-queue", "round-robin", "fewest-tokens"]
 
@@ -181,8 +181,9 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
     algorithm: Annotated[
         Algorithm,
         "how tokens are drafted; ngram: looked up in the request's own text and in former answers; "
-        "draft-model: by a small model with the same vocabulary; the others: by a head of that kind; auto: "
-        "that of the head, by its config.json, or none without one",
+        "mtp: by the model's own layer for multi-token prediction (SGLang's NEXTN); draft-model: by a small "
+        "model with the same vocabulary; the others: by a head of that kind; auto: that of the head, by its "
+        "config.json, or none without one",
     ] = "auto"
     draft_model_path: Annotated[
         str, "the head or small model that drafts: a Hugging Face directory or a hub id", "MODEL"

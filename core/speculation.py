@@ -10,6 +10,12 @@ from msgspec.structs import replace
 from core.config import MAX_DRAFTS, MAX_NODES, Algorithm, SpeculativeConfig
 from core.errors import ConfigError
 
+_WITHOUT_A_MODEL: Mapping[str, str] = {
+    "ngram": "drafts are looked up in texts",
+    "mtp": "the model's own checkpoint has the layer that drafts (a head in a checkpoint of its own: eagle)",
+}
+"""Algorithms that need no draft model, and why."""
+
 
 def resolve_algorithm(
     config: SpeculativeConfig,
@@ -43,10 +49,14 @@ def check_speculation(config: SpeculativeConfig) -> None:
         raise ConfigError(
             "settings of speculative decoding need --speculative-algorithm or --speculative-draft-model-path"
         )
-    if algorithm == "ngram" and drafter:
-        raise ConfigError("--speculative-algorithm ngram takes no --speculative-draft-model-path")
-    if algorithm != "ngram" and not drafter:
-        raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
+    if algorithm in _WITHOUT_A_MODEL and drafter:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} takes no --speculative-draft-model-path: "
+            f"{_WITHOUT_A_MODEL[algorithm]}"
+        )
+    if algorithm not in _WITHOUT_A_MODEL and not drafter:
+        more = ", or is mtp where the model's own checkpoint has the head" if algorithm == "eagle" else ""
+        raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path{more}")
     _check_counts(config)
     _check_lookup(config)
 

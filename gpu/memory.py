@@ -216,7 +216,7 @@ def plan_memory(
         copied = spec.vocab_rows * spec.hidden  # the packed head is a copy (`Decoder.seal`)
     parameters += copied
     kinds = _weight_name(spec, dtype)
-    weights = loaded or _weight_bytes(spec, parameters, spec.table_parameters() + copied, dtype)
+    weights = loaded or weight_bytes(spec, parameters, spec.table_parameters() + copied, dtype)
     available += loaded
     if weights > available:
         raise ConfigError(
@@ -282,7 +282,7 @@ def _adapters(needs: Needs) -> str:
     return f" ({_gib(needs.adapters)} for adapters: --max-loras-per-batch, --max-lora-rank)"
 
 
-def _weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dtype) -> int:
+def weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dtype) -> int:
     """Of so many parameters, `tables` among them. Routers count as 8 bits and scales of those not at all:
     under 0.1% together. Of 4 bits each group has a scale and a zero point, and layers that a checkpoint
     excepts count as if it did not, in MXFP4 too."""

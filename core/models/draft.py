@@ -16,7 +16,7 @@ from core.models import read
 from core.models.fields import Config, Fields
 from core.models.spec import ModelSpec, RopeSpec
 
-Algorithm = Literal["eagle", "eagle3", "dflash"]
+Algorithm = Literal["eagle", "eagle3", "dflash", "mtp"]
 Reader = Callable[[Fields], ModelSpec]
 
 _WHERE = "config.json of the draft model"
@@ -90,6 +90,8 @@ class DraftSpec(msgspec.Struct, frozen=True, kw_only=True):
     """DFlash: id that stands for a token to be drafted."""
     causal: bool = True
     """DFlash: tokens of a block see only those before them."""
+    prefix: str = ""
+    """MTP: how names of its tensors begin in the target's checkpoint."""
 
 
 def read_draft(config: Config, target: ModelSpec) -> DraftSpec:

@@ -12,6 +12,7 @@ from core.config import MAX_DRAFTS, CacheConfig, SpeculativeConfig
 from core.env import read_object
 from core.errors import ConfigError, ModelError
 from core.models import DraftSpec, ModelSpec, read_draft
+from core.models.mtp import mtp_draft
 from gpu.draft.block import BlockDrafter
 from gpu.draft.chain import Chain, ChainDrafter
 from gpu.draft.drafter import Drafter
@@ -19,16 +20,17 @@ from gpu.draft.model import DraftMachine
 from gpu.draft.ngram import LookUp, NgramDrafter, look_up
 from gpu.draft.tree import Tree, TreeDrafter
 from gpu.kv.pool import KvPool
+from gpu.memory import weight_bytes
 from gpu.models.base import CausalModel
 from gpu.models.draft import BlockModel
 from gpu.models.small import SmallModel
 from gpu.state.history import history_bytes
 from gpu.state.served import served_bytes
 from gpu.state.tables import SlotTables
-from gpu.weights import load_draft, load_model
+from gpu.weights import check_layer, load_draft, load_model
 
-DRAFTS: Mapping[str, int] = {"ngram": 4, "eagle": 3, "eagle3": 3, "draft-model": 4}
-"""Drafts of a row where neither a flag nor the checkpoint says."""
+DRAFTS: Mapping[str, int] = {"ngram": 4, "eagle": 3, "eagle3": 3, "mtp": 3, "draft-model": 4}
+"""Drafts of a row where neither a flag nor the checkpoint says; for MTP as many as in SGLang."""
 
 Make = Callable[[SlotTables], Drafter]
 SpecOf = Callable[[Path], ModelSpec]
@@ -40,7 +42,7 @@ class Draft(NamedTuple):
     settings  with the algorithm known
     most      drafts of a row in one step
     spec      of the draft model, a head or a small model; None: there is none
-    path      of its checkpoint; None: random weights
+    path      of its checkpoint, which is the target's own for MTP; None: random weights
     """
 
     settings: SpeculativeConfig
@@ -80,41 +82,36 @@ class Draft(NamedTuple):
         if layers is None:
             answers = served_bytes(rows + 1, self.settings.ngram_capacity)
             return history_bytes(rows + 1, context) + answers
-        weights = layers.num_parameters()
+        weights, kept = layers.num_parameters() * dtype.itemsize, 0
         vocab = layers.vocab_size
         if isinstance(self.spec, DraftSpec):
             aux = max(len(self.spec.aux_layers), 1)
-            # The first layer's projections read two hidden states, and `fc` those of the target.
-            weights += layers.hidden * (layers.q_size + 2 * layers.kv_size + aux * target.hidden)
+            if self.spec.prefix:
+                # Embedding and head are the target's; `eh_proj` reads two hidden states.
+                own = layers.num_parameters() - layers.table_parameters()
+                weights = weight_bytes(layers, own, 0, dtype) + 2 * layers.hidden**2 * dtype.itemsize
+            else:
+                # The first layer's projections read two hidden states, and `fc` those of the target.
+                read = layers.q_size + 2 * layers.kv_size + aux * target.hidden
+                weights += layers.hidden * read * dtype.itemsize
             kept = tokens * aux * target.hidden
             vocab = self.spec.draft_vocab
             rows = samples if self.spec.block_size else rows
-        else:
-            kept = 0
         logits = rows * vocab * 4
         if self.tree is not None:
             logits += 2 * rows * self.tree.topk * vocab * 4
-        return (weights + kept + 8 * tokens * layers.hidden) * dtype.itemsize + logits
+        return weights + (kept + 8 * tokens * layers.hidden) * dtype.itemsize + logits
 
 
 def read_drafting(
     settings: SpeculativeConfig, path: Path | None, target: ModelSpec, dummy: bool, spec_of: SpecOf
 ) -> Draft | None:
-    """What `settings`, whose algorithm is known, ask for; `path` is the draft model's. Raises `ConfigError`
-    or `ModelError` for what cannot draft for the target."""
-    algorithm = settings.algorithm
+    """What `settings`, whose algorithm is known, ask for; `path` is the draft model's, for MTP the target's.
+    Raises `ConfigError` or `ModelError` for what cannot draft for the target."""
+    algorithm, most = settings.algorithm, settings.max_drafts
     if algorithm == "none":
         return None
-    if not target.causal or target.task != "generate":
-        raise ConfigError(f"--speculative-algorithm {algorithm}: {target.architecture} generates no text.")
-    if target.linear is not None:
-        raise ConfigError(
-            f"--speculative-algorithm {algorithm}: {target.architecture} has linear attention, whose states "
-            "rejected drafts would have to be taken out of again. Serve it without speculation."
-        )
-    most = settings.max_drafts
-    if settings.eagle_topk > 1:
-        _check_windows(settings, target)
+    check_target(settings, target)
     if algorithm == "ngram":
         return Draft(settings, most or DRAFTS[algorithm])
     assert path is not None, "checked with the settings"
@@ -122,16 +119,38 @@ def read_drafting(
     if algorithm == "draft-model":
         own = _small_model(path, spec_of(path), target)
         return Draft(settings, most or DRAFTS[algorithm], own, held)
-    if target.latent is not None:
-        raise ConfigError(
-            f"--speculative-algorithm {algorithm}: heads for {target.architecture}, whose attention has "
-            "latents (MLA), are not supported. Use ngram or draft-model."
-        )
+    if algorithm == "mtp":
+        layer = mtp_draft(target)
+        if held is not None:
+            check_layer(held, layer.prefix)
+        return Draft(settings, most or DRAFTS[algorithm], layer, held)
     config = read_object(path / "config.json")
     if config is None:
         raise ModelError(f"{path} has no config.json: a head is a directory with one and safetensors.")
     spec = read_draft(config, target)
     return Draft(settings, _most_drafts(spec, most, path), spec, held)
+
+
+def check_target(settings: SpeculativeConfig, target: ModelSpec) -> None:
+    """Raises `ConfigError` or `ModelError` where nothing drafts for `target` as `settings` ask for, whatever
+    the draft model is."""
+    algorithm = settings.algorithm
+    if not target.causal or target.task != "generate":
+        raise ConfigError(f"--speculative-algorithm {algorithm}: {target.architecture} generates no text.")
+    if target.linear is not None:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: {target.architecture} has linear attention, whose states "
+            "rejected drafts would have to be taken out of again. Serve it without speculation."
+        )
+    if settings.eagle_topk > 1:
+        _check_windows(settings, target)
+    if algorithm == "mtp":
+        mtp_draft(target)
+    elif target.latent is not None and algorithm not in ("ngram", "draft-model"):
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: heads for {target.architecture}, whose attention has "
+            "latents (MLA), are not supported. Use mtp, ngram or draft-model."
+        )
 
 
 def _most_drafts(spec: DraftSpec, asked: int, path: Path) -> int:

@@ -1,11 +1,12 @@
-"""Drafts one after the other on the device: EAGLE, EAGLE-3, a small model of the same vocabulary.
+"""Drafts one after the other on the device: EAGLE, EAGLE-3, MTP, a small model of the same vocabulary.
 
     follow    the step's tokens ─► one forward of the draft: its KV, and the states of each row's last token
     propose   states ─► draft 1 ─► forward ─► draft 2 ─► forward ─► ...   a forward less than drafts
 
-A draft model's KV lies in pages of the target's numbers. EAGLE's entry at position p is made of the target's
-hidden state at p and of the token at p + 1, which the step that computes p has chosen; a page that two texts
-share may hold another text's token at its last position, which costs the draft a little and no text anything.
+A draft model's KV lies in pages of the target's numbers. The entry at position p of EAGLE and MTP is made of
+the target's hidden state at p and of the token at p + 1, which the step that computes p has chosen; a page
+that two texts share may hold another text's token at its last position, which costs the draft a little and no
+text anything.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ from gpu.models.base import CausalModel
 from gpu.models.dflash import DFlash
 from gpu.models.draft import DraftModel
 from gpu.models.eagle import Eagle, Eagle3
+from gpu.models.mtp import Mtp
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
 from gpu.weights.files import Progress, fill_from_safetensors, names_by_file
 from gpu.weights.fill import Filler, Names
 from gpu.weights.stage import copier
 
-_MODELS: Mapping[str, type[DraftModel]] = {"eagle": Eagle, "eagle3": Eagle3, "dflash": DFlash}
+_MODELS: Mapping[str, type[DraftModel]] = {"eagle": Eagle, "eagle3": Eagle3, "dflash": DFlash, "mtp": Mtp}
 
 _BASE = "model."
 """What a checkpoint may leave out."""
@@ -35,6 +36,9 @@ _ALIASES = {
 _UNUSED = ("t2d", f"{_BASE}t2d")
 """Which of the target's tokens the draft has: what d2t says, turned around."""
 
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""Of the target's tables, at an MTP layer."""
+
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "fc.bias")
 
 
@@ -46,10 +50,10 @@ def load_draft(
     device: torch.device,
     progress: Progress = lambda share: None,
 ) -> DraftModel:
-    """The draft model of `spec` for `target`, filled from the directory `source` and sealed; None: random
-    weights. Raises `ModelError`; nothing is half filled."""
+    """The draft model of `spec` for `target`, filled from the directory `source` and sealed; of an MTP layer
+    it is the target's checkpoint; None: random weights. Raises `ModelError`; nothing is half filled."""
     with device_thread(device):
-        if source is not None:
+        if source is not None and not spec.prefix:
             spec = msgspec.structs.replace(spec, own=_found(spec, source))
         model = _MODELS[spec.algorithm](spec, target, dtype, device)
         places = model.places()
@@ -57,13 +61,24 @@ def load_draft(
             fill_dummy({name: place for name, place in places.items() if place.is_floating_point()}, device)
             progress(1.0)
         else:
-            filler = Filler(places, copier(device), _BASE, _UNUSED, Names(_ALIASES))
-            fill_from_safetensors(filler, source, device, progress)
+            unused = tuple(spec.prefix + name for name in _COPIES) if spec.prefix else _UNUSED
+            filler = Filler(places, copier(device), _BASE, unused, Names({} if spec.prefix else _ALIASES))
+            fill_from_safetensors(filler, source, device, progress, within=spec.prefix)
             filler.finish(str(source))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
         model.seal()
         return model
+
+
+def check_layer(source: Path, prefix: str) -> None:
+    """Raises `ModelError` where the checkpoint at `source` has no tensor whose name begins as `prefix`: many
+    leave the layers for multi-token prediction out that their config.json names."""
+    if not any(name.startswith(prefix) for names in names_by_file(source).values() for name in names):
+        raise ModelError(
+            f"{source} has no tensors {prefix}*, the layer for multi-token prediction that its config.json "
+            "names: serve it without --speculative-algorithm mtp, or fetch a checkpoint that has them."
+        )
 
 
 def _found(spec: DraftSpec, source: Path) -> frozenset[str]:

@@ -41,10 +41,13 @@ def fill_from_safetensors(
     device: torch.device,
     progress: Progress,
     int4: Int4 | None = None,
+    within: str = "",
 ) -> None:
-    """Fill from a Hugging Face directory, whose weights of 4 bits lie as `int4` says. Raises `ModelError`
-    naming the file that is missing, truncated or not in the format."""
-    files = names_by_file(directory)
+    """Fill from a Hugging Face directory, whose weights of 4 bits lie as `int4` says, with the tensors whose
+    names begin as `within`. Raises `ModelError` naming the file that is missing, truncated or not in the
+    format."""
+    found = names_by_file(directory)
+    files = {path: [name for name in names if name.startswith(within)] for path, names in found.items()}
     holders = {name: path for path, names in files.items() for name in names}
     tasks = [
         _reader(filler, path, names[first : first + _RUN], holders, int4)

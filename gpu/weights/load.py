@@ -76,7 +76,7 @@ def _tell_skipped(skipped: list[str], architecture: str, further: tuple[str, ...
         return
     how = "as a language model alone"
     if any(name.startswith(further) for name in skipped):
-        how = "without its layers for multi-token prediction"
+        how = "without its layers for multi-token prediction, but for drafts (--speculative-algorithm mtp)"
     log.info(
         "%d tensors are not used (%s, ...): %s is served %s", len(skipped), skipped[0], architecture, how
     )

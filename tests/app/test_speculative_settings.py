@@ -53,7 +53,6 @@ def test_one_setting_in_three_spellings(line: str) -> None:
     ("name", "ours"),
     [
         ("EAGLE", "eagle"),
-        ("NEXTN", "eagle"),
         ("EAGLE3", "eagle3"),
         ("STANDALONE", "draft-model"),
         ("DFLASH", "dflash"),
@@ -65,6 +64,24 @@ def test_names_of_algorithms(name: str, ours: str) -> None:
     assert read(f"{path} --speculative-algorithm {name}") == read(f"{path} --speculative-algorithm {ours}")
     offline = make_config("m", {"speculative_algorithm": name, "speculative_draft_model_path": "d"})
     assert offline.speculative == read(f"{path} --speculative-algorithm {ours}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--speculative-algorithm mtp --speculative-num-draft-tokens 4",
+        "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4",
+        theirs(method="mtp", num_speculative_tokens=3),
+        theirs(method="deepseek_mtp", num_speculative_tokens=3),
+        theirs(method="glm4_moe_mtp", num_speculative_tokens=3),
+        theirs(method="qwen3_next_mtp", num_speculative_tokens=3),
+    ],
+)
+def test_the_models_own_layer_in_all_spellings(line: str) -> None:
+    found = read(line)
+    assert (found.algorithm, found.max_drafts, found.draft_model_path) == ("mtp", 3, "")
+    assert resolve_algorithm(found, None, never) == found
 
 
 def test_a_start_line_of_sglang_without_a_draft_model() -> None:
@@ -160,7 +177,11 @@ WRONG = [
     ("--speculative-algorithm ngram --speculative-prompt-lookup-max 1", ["2 is more than", "1"]),
     ("--speculative-algorithm ngram --speculative-prompt-lookup-max 99", ["got 99"]),
     ("--speculative-algorithm medusa --speculative-draft-model-path d", ["medusa", "'eagle3'"]),
-    (theirs(method="mtp", model="d"), ["--speculative-config", "'mtp'", "'eagle3'"]),
+    (theirs(method="medusa", model="d"), ["--speculative-config", "'medusa'", "'eagle3'"]),
+    (theirs(method="mtp", model="d"), ["mtp takes no", "own checkpoint has the layer", "eagle)"]),
+    ("--speculative-algorithm NEXTN --speculative-draft-model-path d", ["mtp takes no"]),
+    ("--speculative-algorithm EAGLE", ["eagle needs --speculative-draft-model-path, or is mtp where"]),
+    ("--speculative-algorithm mtp --speculative-prompt-lookup-max 3", ["need --speculative-algorithm ngram"]),
     (theirs(method="eagle3", model="d", num_speculative_tokens=16), ["<= 15", "num_speculative_tokens"]),
     (theirs(method="eagle3", model="d", num_speculative_tokens=0), [">= 1", "num_speculative_tokens"]),
     (

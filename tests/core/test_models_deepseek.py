@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
-from core.errors import ModelError
+from core.errors import ConfigError, ModelError
 from core.models import LatentSpec, read_spec
+from core.models.mtp import mtp_draft
+from core.models.spec import W8A8
 
 GLM_4_6: dict[str, object] = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
@@ -120,6 +123,26 @@ def test_a_config_of_deepseek_v3() -> None:
     assert got.moe is not None and (got.moe.groups, got.moe.top_groups, got.moe.scale) == (8, 4, 2.5)
     assert (got.stored_fp8, got.more_layers, got.context_length) == ("blocks", 1, 163840)
     assert got.num_parameters() == pytest.approx(671e9, rel=0.01)
+
+
+def test_the_layer_that_drafts_for_deepseek_v3() -> None:
+    target = read_spec(DEEPSEEK_V3)
+    held = W8A8(plain=("lm_head", "model.layers.0.mlp.up_proj", "model.layers.61.mlp.up_proj", "re:.*gate$"))
+    got = mtp_draft(replace(target, w8a8=held))
+    own = got.decoder
+    assert (got.prefix, got.final, own.layers, own.window_layers) == (
+        "model.layers.61.",
+        True,
+        1,
+        frozenset(),
+    )
+    assert own.moe is not None and (own.moe.layers, own.moe.experts) == ({0}, 256)
+    assert (own.kv_shape, own.latent) == (target.kv_shape, target.latent)
+    assert own.softmax_scale == target.softmax_scale
+    assert own.w8a8 == W8A8(plain=("model.layers.0.mlp.up_proj", "re:.*gate$"))
+    assert own.num_parameters() - own.table_parameters() == pytest.approx(11.5e9, rel=0.01)
+    with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM has no layer for multi-token prediction"):
+        mtp_draft(read_spec(KIMI_K2))
 
 
 def test_a_config_of_kimi_k2() -> None:

@@ -20,7 +20,7 @@ from core.request import SamplingParams
 from gpu.build import NO_DRAFTS, Beside, Drafting, build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
-from tests.rigs import draft_heads, tiny_model
+from tests.rigs import draft_heads, mtp, tiny_model
 from tests.rigs.driver import Answer, Driver
 from tests.rigs.tiny_model import VOCAB
 
@@ -101,6 +101,18 @@ def test_drafts_change_no_text(
         same_text(mine, theirs)
     if name == "draft-model" and not tree:
         assert steps[1] < 0.6 * steps[0], "its drafts are the target's own tokens"
+
+
+@pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3"])
+def test_a_models_own_layer_drafts(variant: str, tmp_path: Path) -> None:
+    path, steps = mtp.build(variant, tmp_path, right=True).path, list[int]()
+    want = answered(executor(path, NO_DRAFTS, True), steps)
+    settings = SpeculativeConfig(algorithm="mtp", num_draft_tokens=5)
+    for mine, theirs in zip(
+        answered(executor(path, Drafting(settings, path), True), steps), want, strict=True
+    ):
+        same_text(mine, theirs)
+    assert steps[1] < 0.6 * steps[0], "it knows the model"
 
 
 @pytest.mark.parametrize("graphs", [True, False])

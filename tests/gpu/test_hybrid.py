@@ -62,6 +62,7 @@ def test_stacked_experts_and_heads_that_draft(sparse: Tiny, tmp_path: Path) -> N
     [
         ({"algorithm": "ngram"}, "--speculative-algorithm ngram: Qwen3_5MoeForCausalLM has linear attention"),
         ({"algorithm": "eagle"}, "--speculative-algorithm eagle: Qwen3_5MoeForCausalLM has linear attention"),
+        ({"algorithm": "mtp"}, "--speculative-algorithm mtp: Qwen3_5MoeForCausalLM has linear attention"),
     ],
 )
 def test_speculation_is_refused(sparse: Tiny, settings: dict[str, str], named: str) -> None:

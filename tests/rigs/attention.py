@@ -17,9 +17,15 @@ NAN = float("nan")
 class EagerAttention:
     """Paged attention over `caches`, token by token; the output of padding is NaN."""
 
-    def __init__(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], windows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        windows: Sequence[int],
+        scale: float | None = None,
+    ) -> None:
+        """`scale` of scores; None: 1 / sqrt(head_dim)."""
         self.caches = caches
-        self.windows = windows
+        self.windows, self.scale = windows, scale
 
     def bind(self, pool: KvPool | None) -> None:
         """See `AttentionBackend.bind`."""
@@ -44,7 +50,9 @@ class EagerAttention:
                 at = at[[seen[row] >> min(behind, 31) & 1 > 0 for behind in (position - at).tolist()]]
             cells = view.page_table[slot, at // PAGE].long() * PAGE + at % PAGE
             k, v = (side[cells].transpose(0, 1)[None] for side in (k_all, v_all))
-            found = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)
+            found = F.scaled_dot_product_attention(
+                q[row][None, :, None], k, v, scale=self.scale, enable_gqa=True
+            )
             out[row] = found[0, :, 0]
             if sinks is not None:
                 group = len(sinks) // k.shape[1]

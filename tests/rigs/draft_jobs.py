@@ -92,7 +92,7 @@ class Engines:
     """Engines over one model, and what they say without drafts."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
-        self._given = path, tokenizer, grammars
+        self.path, self._given = path, (path, tokenizer, grammars)
         self._plain: dict[str, Answer] = {}
         self._texts: dict[bytes, Sequence[int]] = {}
 

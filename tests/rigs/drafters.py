@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from core.env import read_json
-from core.models import ModelSpec, read_draft
+from core.models import DraftSpec, ModelSpec, read_draft
+from core.models.mtp import mtp_draft
 from gpu.attention import torch_attention
 from gpu.build import spec_of
 from gpu.draft import kernels as draft_kernels
@@ -50,9 +52,26 @@ def head(
     """One of the formats of `draft_heads`, which this writes; run by a CPU's machine or another, for steps of
     up to `samples` samples."""
     path = draft_heads.write(name, directory)
+    config = read_json(path / "config.json") or {}
+    return _reading_states(path, partial(read_draft, config), machine, samples, tree)
+
+
+def mtp(path: Path, tree: Tree | None = None) -> Make:
+    """The layer for multi-token prediction of the target's own checkpoint."""
+    return _reading_states(path, mtp_draft, None, SAMPLES, tree)
+
+
+def _reading_states(
+    path: Path,
+    read: Callable[[ModelSpec], DraftSpec],
+    machine: Callable[[ModelSpec], DraftMachine] | None,
+    samples: int,
+    tree: Tree | None,
+) -> Make:
+    """What `read` says drafts for a target whose states it reads, of the checkpoint at `path`."""
 
     def make(rig: Rig, tables: SlotTables) -> Drafter:
-        spec = read_draft(read_json(path / "config.json") or {}, rig.spec)
+        spec = read(rig.spec)
         aux = spec.aux_layers or (() if spec.final else None)
 
         run = (machine or cpu_machine)(spec.decoder)

@@ -19,6 +19,7 @@ from core.grammar import CompiledGrammar
 from core.plan import PromptLogprobs, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
+from core.stats import DraftStatistics
 from core.types import Floats, RootKey
 from tests.rigs.wait import PATIENCE
 
@@ -48,6 +49,7 @@ class Driver:
         cache = CacheManager(caps.num_pages, caps.page_size, radix=radix).with_checkpoints(caps.checkpoints)
         self.scheduler = Scheduler(caps, cache, schedule, monotonic)
         executor.start(self._arrived.release)
+        self.drafts = DraftStatistics([0] * caps.max_drafts)
         self._made = 0
         self._commands: list[str] = []
         self._placing = 0
@@ -124,6 +126,8 @@ class Driver:
                 self.scheduler.places.placed(self._commands[result.id - 1])
                 continue
             assert isinstance(result, StepResult), result
+            if result.drafted is not None:
+                self.drafts.add(result.drafted, result.counts)
             confirmed = self.scheduler.apply(result)
             for row, (request, token) in enumerate(zip(confirmed.requests, confirmed.tokens, strict=True)):
                 answer = answers[request.id]

@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from core.models import read_draft
+from core.models.mtp import mtp_draft
 from gpu.build import spec_of
 from gpu.context import ForwardContext
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.models.draft import BlockModel, ChainModel
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.state.view import StepView
 from gpu.thread import device_thread
 from gpu.weights import load_draft, load_model
-from tests.rigs import draft_heads, tiny_model
+from tests.rigs import draft_heads, mtp, tiny_model
 from tests.rigs.attention import NAN, EagerAttention
-from tests.rigs.draft_heads import CPU, VOCAB, Pages
+from tests.rigs.draft_heads import CPU, HIDDEN, VOCAB, Pages
 from tests.rigs.padding import padded
 
 pytestmark = pytest.mark.skipif(
@@ -33,17 +35,29 @@ class Both:
     """A draft model with two pools, one per set of operations."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        path = tiny_model.build("llama", folder, num_hidden_layers=6).path
-        target = load_model(spec_of(path), path, torch.float32, CPU)
-        spec = read_draft(draft_heads.CONFIGS[name], target.spec)
-        self.model = load_draft(spec, draft_heads.write(name, folder), target, torch.float32, CPU)
+        if name in draft_heads.CONFIGS:
+            path = tiny_model.build("llama", folder, num_hidden_layers=6).path
+            target = load_model(spec_of(path), path, torch.float32, CPU)
+            spec = read_draft(draft_heads.CONFIGS[name], target.spec)
+            path = draft_heads.write(name, folder)
+        else:
+            path = mtp.build(name, folder).path
+            target = load_model(spec_of(path), path, torch.float32, CPU)
+            spec = mtp_draft(target.spec)
+        self.model = load_draft(spec, path, target, torch.float32, CPU)
         self.pages = Pages.of(spec.decoder)
         plain = self.pages.pool
         heads = spec.decoder.kv_shape
         pool = KvPool(spec.decoder.layers, plain.num_pages, plain.page_size, heads, torch.float32, CPU)
         pool.data.fill_(NAN)
         self.pool, caches = pool, pool.caches()
-        self.kernels = Kernels(EagerAttention(caches, [0] * spec.decoder.layers), caches)
+        experts = None
+        if (moe := spec.decoder.moe) is not None:
+            experts = MoeConfigs(
+                MoeShape(moe.experts, moe.intermediate, HIDDEN, moe.per_token, "float32", "none")
+            )
+        attention = EagerAttention(caches, [0] * spec.decoder.layers, spec.decoder.softmax_scale)
+        self.kernels = Kernels(attention, caches, experts)
 
     def fused(self) -> ForwardContext:
         """For the last view, padded."""
@@ -70,7 +84,7 @@ def close(fused: torch.Tensor, plain: torch.Tensor) -> None:
     torch.testing.assert_close(fused[: len(plain)], plain, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3-vllm", "eagle3.1"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3-vllm", "eagle3.1", "glm4-moe", "deepseek-v3"])
 def test_chain(name: str, tmp_path: Path) -> None:
     with device_thread(CPU):
         both = Both(name, tmp_path)
