@@ -208,10 +208,10 @@ def follow(config: Config, progress: Progress) -> Follower:
     return Follower(executor, nodes.channels[0])
 
 
-def find(model: ModelConfig, say: Callable[[str], None]) -> Checkpoint:
+def find(config: Config, say: Callable[[str], None]) -> Checkpoint:
     """The checkpoint that a start would serve, fetched. Raises `ConfigError`, before its weights are fetched
-    if nothing here runs it."""
-    return resolve(model, say, check_config)
+    if nothing here runs it, or drafts for it as asked for."""
+    return resolve(config.model, say, partial(check_config, settings=config.speculative))
 
 
 def _model_and_beside(config: Config, progress: Progress) -> tuple[ModelSpec, Path, Beside]:
@@ -222,7 +222,7 @@ def _model_and_beside(config: Config, progress: Progress) -> tuple[ModelSpec, Pa
 
 
 def _checkpoint(config: Config, progress: Progress) -> tuple[Checkpoint, ModelSpec]:
-    checkpoint = find(config.model, lambda text: progress(text, 0.0))
+    checkpoint = find(config, lambda text: progress(text, 0.0))
     return checkpoint, model_spec(checkpoint.config, pooling_of(checkpoint.path))
 
 

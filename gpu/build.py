@@ -30,7 +30,7 @@ from gpu.adapting import Adapting, plan_adapters
 from gpu.attention import EncoderAttention, TorchBackend, torch_attention
 from gpu.device import LEAST_FP8
 from gpu.draft import kernels as draft_kernels
-from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
+from gpu.draft.build import Draft, check_target, make_drafter, pool_of, read_drafting
 from gpu.draft.build import Make as MakeDrafter
 from gpu.draft.model import DraftMachine
 from gpu.executor import LocalExecutor
@@ -142,11 +142,13 @@ def model_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
     return settled(spec)
 
 
-def check_config(config: Config, embeds: bool) -> None:
-    """Raise `ModelError` for a config.json that cannot be served, before its weights are fetched. `embeds`:
-    it lies in a sentence-transformers directory."""
-    if not runs_natively(config, embeds):
-        model_spec(config)
+def check_config(config: Config, embeds: bool, settings: SpeculativeConfig = NO_DRAFTS.settings) -> None:
+    """Raise `ModelError` for a config.json that cannot be served, and `ConfigError` where nothing drafts for
+    it as `settings` ask for, before its weights are fetched. `embeds`: it lies in a sentence-transformers
+    directory."""
+    spec = None if runs_natively(config, embeds) else model_spec(config)
+    if settings.algorithm not in ("auto", "none") and not embeds:
+        check_target(settings, spec or model_spec(config))
 
 
 def pooling_of(source: Path) -> PoolingSpec | None:

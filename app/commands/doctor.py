@@ -76,11 +76,11 @@ def _devices(config: Config) -> Iterable[str]:
 
 
 def _model(config: Config) -> Iterable[str]:
-    offline = msgspec.structs.replace(config.model, offline=True)
+    offline = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, offline=True))
     checkpoint = find(offline, lambda text: None)
     architecture, size = checkpoint.config["architectures"][0], checkpoint.size / 2**30
     yield f"{checkpoint.names[0]}, {architecture}, {size:.2f} GiB of weights in {checkpoint.path}"
-    yield from foresee_memory(msgspec.structs.replace(config, model=offline))
+    yield from foresee_memory(offline)
 
 
 def _port(config: Config) -> Iterable[str]:

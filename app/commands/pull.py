@@ -15,7 +15,7 @@ def run(config: Config) -> int:
     """Print where each lies. Returns the exit code; raises `ConfigError`. The hub's library and pip show bars
     on a terminal."""
     logs.set_up("warning")
-    checkpoint = find(config.model, _say)
+    checkpoint = find(config, _say)
     print(f"{checkpoint.names[0]}: {checkpoint.path}, {checkpoint.size / 2**20:,.1f} MiB of weights")
     if (draft := resolve_draft(config.speculative.draft_model_path, config.model, _say)) is not None:
         print(f"{config.speculative.draft_model_path}: {draft}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from core.errors import ModelError
+from core.errors import ConfigError
 from core.models.draft import DraftSpec
 from core.models.spec import W8A8, ModelSpec
 
@@ -19,10 +19,10 @@ FIRST = "model.layers.0."
 
 def mtp_draft(target: ModelSpec) -> DraftSpec:
     """`DraftSpec` of the layer behind the last of `target`, whose matrices are held as the target's. Raises
-    `ModelError` where its config has none, or several."""
+    `ConfigError` where its config has none, or several."""
     if target.more_layers != 1:
         has = f"{target.more_layers} layers" if target.more_layers else "no layer"
-        raise ModelError(
+        raise ConfigError(
             f"--speculative-algorithm mtp: {target.architecture} has {has} for multi-token prediction "
             "(num_nextn_predict_layers of its config.json), and 1 can draft. Use ngram or draft-model."
         )

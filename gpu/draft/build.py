@@ -132,8 +132,8 @@ def read_drafting(
 
 
 def check_target(settings: SpeculativeConfig, target: ModelSpec) -> None:
-    """Raises `ConfigError` or `ModelError` where nothing drafts for `target` as `settings` ask for, whatever
-    the draft model is."""
+    """Raises `ConfigError` where nothing drafts for `target` as `settings` ask for, whatever the draft model
+    is."""
     algorithm = settings.algorithm
     if not target.causal or target.task != "generate":
         raise ConfigError(f"--speculative-algorithm {algorithm}: {target.architecture} generates no text.")

@@ -13,10 +13,11 @@ import gguf
 import numpy as np
 import pytest
 
+from app import compose
 from app.checkpoint.checkpoint import Checkpoint, resolve, resolve_draft
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
-from core.config import ModelConfig
+from core.config import Config, ModelConfig, SpeculativeConfig
 from core.errors import ConfigError, ModelError
 from core.request import SamplingParams
 from gpu.build import check_config
@@ -111,6 +112,25 @@ def test_what_cannot_be_served_is_refused_before_weights_are_looked_for(
     (directory / "model.safetensors").write_bytes(b"12345")
     assert find("org/name").size == 5
     assert len(asked) == 3 and "*.safetensors" in asked[2]
+
+
+def test_what_nothing_drafts_for_is_refused_before_weights_are_fetched(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str], **how: object) -> str:
+        asked.append(allow_patterns)
+        return str(directory)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64)
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **sizes, **layers}))
+    config = Config(model=ModelConfig(model="org/name"), speculative=SpeculativeConfig(algorithm="mtp"))
+    with pytest.raises(ConfigError, match="mtp: LlamaForCausalLM has no layer for multi-token prediction"):
+        compose.find(config, quiet)
+    assert asked == [["config.json", "modules.json"]]
 
 
 def test_a_revision_is_fetched_and_named_where_it_is_not_there(

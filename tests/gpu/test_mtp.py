@@ -159,7 +159,7 @@ def read(path: Path, dummy: bool = False) -> Draft | None:
 
 def test_a_checkpoint_without_such_a_layer_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     dense = tiny_model.build("llama", tmp_path / "llama").path
-    with pytest.raises(ModelError, match="LlamaForCausalLM has no layer for multi-token prediction"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layer for multi-token prediction"):
         read(dense)
     glm = tiny_model.build("glm4-moe", tmp_path / "glm").path
     with pytest.raises(ModelError, match=r"glm has no tensors model\.layers\.2\.\*, the layer for"):
@@ -167,7 +167,7 @@ def test_a_checkpoint_without_such_a_layer_is_refused_before_weights_are_read(tm
     assert read(glm, dummy=True) is not None, "random weights need none"
     told = json.loads((glm / "config.json").read_text())
     (glm / "config.json").write_text(json.dumps({**told, "num_nextn_predict_layers": 3}))
-    with pytest.raises(ModelError, match=r"has 3 layers .* \(num_nextn_predict_layers"):
+    with pytest.raises(ConfigError, match=r"has 3 layers .* \(num_nextn_predict_layers"):
         read(glm)
     hybrid = tiny_model.build("qwen3-next", tmp_path / "hybrid").path
     with pytest.raises(ConfigError, match="mtp: Qwen3NextForCausalLM has linear attention, whose states"):
