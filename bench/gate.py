@@ -1,8 +1,8 @@
 """Whether HTTP slows the device down: `python -m bench.gate --model configs/models/qwen3-8b [flags]`.
 
-1,000 closed-loop clients stream from a server with at most 512 running requests. Then the same requests run
-in the scheduler and executor alone (apply, plan, submit), without HTTP, text or clients. Two figures and
-their targets:
+1,000 closed-loop clients for each replica stream from a server with at most 512 running requests. Then the
+same requests run in the scheduler and executor alone (apply, plan, submit), without HTTP, text or clients.
+Two figures and their targets:
 
     occupied  share of the seconds in which the device was busy for at least 97.5%     0.90
     ratio     output tokens per second with HTTP over without                          0.97
@@ -202,28 +202,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--name", default="gate", help="of the file under bench/results")
-    parser.add_argument("--clients", type=int, default=1_000)
-    parser.add_argument("--requests", type=int, default=4_000)
+    parser.add_argument("--clients", type=int, default=1_000, help="of each replica")
+    parser.add_argument("--requests", type=int, default=4_000, help="of each replica")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--vocab-high", type=int, default=90_000)
     args, flags = parser.parse_known_args()
+    config = parse([*SERVER, *flags])
     work = Workload(
         name="gate",
         input_len=args.input_len,
         output_len=args.output_len,
-        concurrency=args.clients,
-        requests=args.requests,
+        concurrency=args.clients * config.parallel.dp,
+        requests=args.requests * config.parallel.dp,
         vocab_low=min(1_000, args.vocab_high // 2),
         vocab_high=args.vocab_high,
     )
     found: dict[str, Any] = dict(through_http(flags, work))
-    config = parse([*SERVER, *flags])
     executors = load_executors(config, lambda stage, share: None)
     found["alone_out_tok_s"] = round(uvloop.run(alone(executors, config, work)), 1)
     found["ratio"] = round(found["out_tok_s"] / found["alone_out_tok_s"], 4)
     about = {"device": executors[0].capabilities.device, "tp": config.parallel.tp, "dp": len(executors)}
-    write(args.name, {**about, "clients": args.clients, **found})
+    write(args.name, {**about, "clients": work.concurrency, **found})
 
 
 if __name__ == "__main__":
