@@ -1,22 +1,27 @@
-"""tokenizer.json of the byte-level BPE vocabulary in a .gguf file.
+"""tokenizer.json of the byte-level BPE vocabulary in a .gguf file, and of Kimi's tiktoken.model.
 
-`transformers` reads those of the architectures that it knows alone, and splits most texts in one way: "1234"
-and much punctuation would become other tokens than a model was trained on. How texts are split is said by
-name (`tokenizer.ggml.pre`); what the names mean is in llama.cpp's llama-vocab.cpp, as a list of regular
-expressions after each of which the pieces are split further.
+Of .gguf files `transformers` reads those of the architectures that it knows alone, and splits most texts in
+one way: "1234" and much punctuation would become other tokens than a model was trained on. How texts are
+split is said by name (`tokenizer.ggml.pre`); what the names mean is in llama.cpp's llama-vocab.cpp, as a list
+of regular expressions after each of which the pieces are split further.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from app.text.vocab import BYTE_ALPHABET
 from core.errors import ModelError
 from core.models.fields import nearest
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens that no merge makes: special ones, and others that are found in texts as they are."""
 
+
+RESERVED = 256
+"""Special tokens of a tiktoken.model, behind its ranks."""
 
 _SPECIAL: Mapping[str, str] = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 """Tokens by what metadata call them, and tokenizer_config.json."""
@@ -119,12 +124,67 @@ def byte_level_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     split = _split_of(fields)
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields.get("tokenizer.ggml.token_type") or [0] * len(tokens)
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
-        {"id": i, "content": token, **plain, "special": kind == _CONTROL}
+        _added(i, token, kind == _CONTROL)
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (_CONTROL, _USER_DEFINED)
     ]
+    merges = [pair.split(" ", 1) for pair in fields["tokenizer.ggml.merges"]]
+    content = _content(split, {token: i for i, token in enumerate(tokens)}, merges, added)
+    settings: dict[str, Any] = {"add_bos_token": split.bos}
+    for theirs, ours in _SPECIAL.items():
+        if (token := fields.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
+            settings[f"{ours}_token"] = tokens[token]
+    return content, settings
+
+
+def tiktoken_bpe(data: bytes, settings: Mapping[str, Any], split: str = "kimi-k2") -> dict[str, Any]:
+    """tokenizer.json of a tiktoken.model, which Kimi K2 comes with: a line for each token, its bytes in
+    base64 and its rank. Neighbours in a word are joined in the order of the rank of what they make, so that
+    each token is a merge of all the pairs that make it. `RESERVED` special tokens follow, with the names that
+    `added_tokens_decoder` of `settings` (tokenizer_config.json) has for their ids.
+
+    Source: tokenization_kimi.py of moonshotai/Kimi-K2-Instruct, whose split is that of `split`. Raises
+    `ModelError` for ranks with a gap, and whatever a damaged file makes it raise.
+    """
+    ranks = _ranks(data)
+    spell = {byte: chr(char) for char, byte in BYTE_ALPHABET.items()}
+    spelled = {token: "".join(spell[byte] for byte in token) for token in ranks}
+    merges = [[spelled[left], spelled[right]] for left, right in _merges(ranks)]
+    named = settings.get("added_tokens_decoder") or {}
+    added = []
+    for i in range(len(ranks), len(ranks) + RESERVED):
+        entry = named.get(str(i)) or {}
+        added.append(_added(i, entry.get("content", f"<|reserved_token_{i}|>"), entry.get("special", True)))
+    return _content(_SPLITS[split], {spelled[token]: rank for token, rank in ranks.items()}, merges, added)
+
+
+def _ranks(data: bytes) -> dict[bytes, int]:
+    found: dict[bytes, int] = {}
+    for line in data.splitlines():
+        token, rank = line.split()
+        found[base64.b64decode(token, validate=True)] = int(rank)
+    if sorted(found.values()) != list(range(len(found))) or not all(bytes([i]) in found for i in range(256)):
+        raise ModelError(f"its {len(found)} ranks are not 0 to {len(found) - 1}, or lack a byte")
+    return found
+
+
+def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """All pairs of tokens that make a token, in the order of its rank."""
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        made = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+        yield from sorted(made, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+
+
+def _added(id: int, token: str, special: bool) -> dict[str, Any]:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": id, "content": token, **plain, "special": special}
+
+
+def _content(
+    split: _Split, vocab: Mapping[str, int], merges: Iterable[list[str]], added: list[dict[str, Any]]
+) -> dict[str, Any]:
     pieces = [
         {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
         for each in split.patterns
@@ -133,10 +193,10 @@ def byte_level_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     model = {
         "type": "BPE",
         "ignore_merges": split.whole,
-        "vocab": {token: i for i, token in enumerate(tokens)},
-        "merges": [pair.split(" ", 1) for pair in fields["tokenizer.ggml.merges"]],
+        "vocab": vocab,
+        "merges": list(merges),
     }
-    content = {
+    return {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": {"type": "NFC"} if split.nfc else None,
@@ -144,11 +204,6 @@ def byte_level_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         "decoder": byte_level | {"use_regex": True},
         "model": model,
     }
-    settings: dict[str, Any] = {"add_bos_token": split.bos}
-    for theirs, ours in _SPECIAL.items():
-        if (token := fields.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-            settings[f"{ours}_token"] = tokens[token]
-    return content, settings
 
 
 def _split_of(fields: Mapping[str, Any]) -> _Split:

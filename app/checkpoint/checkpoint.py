@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from app.checkpoint.convert import from_gguf, from_slow
+from app.checkpoint.convert import SLOW, from_gguf, from_slow
 from app.checkpoint.fetch import DEFAULT, NotFetched, Progress, default_model
 from core.config import ModelConfig
 from core.env import read, read_object
@@ -269,7 +269,7 @@ def _tokenizer(path: Path, config: ModelConfig, progress: Progress) -> Path | No
         raise ModelError(f"--tokenizer {config.tokenizer}: there is no such directory.")
     if (source / "tokenizer.json").is_file():
         return source
-    slow = any((source / name).is_file() for name in ("tokenizer.model", "vocab.json"))
+    slow = any((source / name).is_file() for name in SLOW)
     if config.load_format == "dummy" and not slow and not config.tokenizer:
         return None
     return from_slow(source, progress)

@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from app.checkpoint.bpe import byte_level_bpe
+from app.checkpoint.bpe import byte_level_bpe, tiktoken_bpe
 from core.env import cache_dir, read_object
 from core.errors import ModelError
 from core.models.gguf import GgufFacts, check_parts, gguf_config, gguf_facts, gguf_parts
@@ -27,6 +27,9 @@ from core.models.gguf import GgufFacts, check_parts, gguf_config, gguf_facts, gg
 _FORMAT = 4
 """Part of the cache key: raise it when what is written changes."""
 
+
+SLOW = ("tiktoken.model", "tokenizer.model", "vocab.json")
+"""Files of tokenizers without tokenizer.json: Kimi's, sentencepiece's, and BPE's beside merges.txt."""
 
 _SETTINGS: Mapping[str, str] = {
     "tokenizer.chat_template": "chat_template",
@@ -60,22 +63,22 @@ def from_gguf(path: Path, progress: Callable[[str], None], with_vocabulary: bool
 
 def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
     """Directory with tokenizer.json and tokenizer_config.json for one that has only the files of a
-    slow tokenizer (tokenizer.model, or vocab.json and merges.txt)."""
-    source = next(
-        (directory / n for n in ("tokenizer.model", "vocab.json") if (directory / n).is_file()), None
-    )
+    slow tokenizer (`SLOW`)."""
+    source = next((directory / name for name in SLOW if (directory / name).is_file()), None)
     if source is None:
         raise ModelError(
-            f"{directory} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json is needed. "
+            f"{directory} has no tokenizer: tokenizer.json, {', '.join(SLOW[:-1])} or {SLOW[-1]} is needed. "
             "Copy it there or name a directory with --tokenizer."
         )
 
     def write(folder: Path) -> None:
         progress(f"converting the tokenizer of {directory.name} (once)")
-        tokenizer, settings = _read_tokenizer(directory, partial(_through_transformers, directory))
+        given = read_object(directory / "tokenizer_config.json") or {}
+        through = partial(_through_transformers, directory)
+        read = partial(_tiktoken, source, given) if source.name == SLOW[0] else through
+        tokenizer, settings = _read_tokenizer(directory, read)
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        settings |= read_object(directory / "tokenizer_config.json") or {}
-        _write(folder / "tokenizer_config.json", settings)
+        _write(folder / "tokenizer_config.json", settings | given)
 
     return _cached(source, write)
 
@@ -169,7 +172,21 @@ def _vocabulary(path: Path, fields: Mapping[str, Any]) -> Read:
         tokenizer, settings = _through_transformers(path.parent, path.name)
         return tokenizer, settings | {"add_bos_token": model == "llama"}
     content, settings = byte_level_bpe(fields)
-    return tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False)).to_str(), settings
+    return _checked(content), settings
+
+
+def _tiktoken(source: Path, settings: Mapping[str, Any]) -> Read:
+    """Kimi's: others of that name are split in ways that no file tells."""
+    if (kind := settings.get("tokenizer_class")) != "TikTokenTokenizer":
+        raise ModelError(
+            f"{source} is read of tokenizer_class 'TikTokenTokenizer' (Kimi K2) alone, and "
+            f"tokenizer_config.json says {kind!r}. Name a directory with tokenizer.json with --tokenizer."
+        )
+    return _checked(tiktoken_bpe(source.read_bytes(), settings)), {}
+
+
+def _checked(content: Mapping[str, Any]) -> str:
+    return tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False)).to_str()
 
 
 def _through_transformers(directory: Path, gguf_file: str | None = None) -> Read:

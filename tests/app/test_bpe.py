@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 
-from app.checkpoint.bpe import byte_level_bpe
-from app.text.vocab import DecoderKind, Vocabulary
+from app.checkpoint.bpe import RESERVED, byte_level_bpe, tiktoken_bpe
+from app.checkpoint.convert import from_slow
+from app.text.tokenizer import Tokenizer
+from app.text.vocab import BYTE_ALPHABET, DecoderKind, Vocabulary
 from core.errors import ModelError
 from tests.rigs import vocabularies
 from tests.rigs.assets import asset
@@ -122,3 +126,77 @@ def test_a_split_that_is_not_named_is_that_of_the_architecture_then() -> None:
         ModelError, match=r"'gpt-5' of the \.gguf file is not known; the nearest that is: 'gpt-"
     ):
         byte_level_bpe(small("gpt-5"))
+
+
+def tiktoken_file(content: dict[str, Any]) -> bytes:
+    """The tiktoken.model of a byte-level vocabulary, whose tokens have the ids of their ranks."""
+    special = {each["content"] for each in content["added_tokens"]}
+    tokens = {token: rank for token, rank in content["model"]["vocab"].items() if token not in special}
+    return b"".join(
+        base64.b64encode(bytes(BYTE_ALPHABET[ord(char)] for char in token)) + b" %d\n" % rank
+        for token, rank in tokens.items()
+    )
+
+
+KIMI = {
+    "tokenizer_class": "TikTokenTokenizer",
+    "eos_token": "[EOS]",
+    "added_tokens_decoder": {
+        "300": {"content": "[EOS]", "special": True},
+        "302": {"content": "<think>", "special": False},
+    },
+}
+MERGED = [b"th", b"he", b"the", b" the", *(b"%d" % i for i in range(10, 50))]
+
+
+def small_tiktoken() -> bytes:
+    """Of 300 ranks. Here " the" is made by " " and "the" or by none: " th" is no token."""
+    tokens = [bytes([i]) for i in range(256)] + MERGED
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+
+
+def test_ranks_of_a_real_vocabulary_give_its_ids() -> None:
+    """Llama 3's, which was made with tiktoken, and so was Kimi's."""
+    original = json.loads((asset("tokenizers/llama3_1") / "tokenizer.json").read_text())
+    made = tiktoken_bpe(tiktoken_file(original), {}, split="llama-bpe")
+    ours, theirs = (tokenizers.Tokenizer.from_str(json.dumps(each)) for each in (made, original))
+    text = (
+        TEXT
+        + "The quick brown fox, 1234567 km/h: na\u00efve \U0001f600 antidisestablishmentarianism\n\n\tx=1"
+    )
+    for each in (text, text[::-1], text.upper(), text.replace(" ", "")):
+        assert ours.encode(each).ids == theirs.encode(each, add_special_tokens=False).ids
+
+
+def test_a_directory_with_a_tiktoken_model(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(small_tiktoken())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(KIMI))
+    tokenizer = Tokenizer.load(from_slow(tmp_path, print), 300 + RESERVED)
+    ids = tokenizer.encode("the the49\u6c49[EOS]<think>").tolist()
+    the, spaced = 256 + MERGED.index(b"the"), 256 + MERGED.index(b" the")
+    assert ids == [the, spaced, 256 + MERGED.index(b"49"), *"\u6c49".encode(), 300, 302]
+    assert tokenizer.vocab_size == 300 + RESERVED and 300 in tokenizer.eos_ids
+    assert tokenizer.decode([the, 300, 302, 301], skip_special=True) == "the<think>"
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "reason"),
+    [
+        (
+            small_tiktoken(),
+            {"tokenizer_class": "QWenTokenizer"},
+            "(?s)'TikTokenTokenizer' .*alone.*QWenTok",
+        ),
+        (small_tiktoken()[:-5], KIMI, "cannot read the tokenizer"),
+        (small_tiktoken().replace(b" 299", b" 300"), KIMI, "its 300 ranks are not 0 to 299"),
+        (b"dGhl 0\n", KIMI, "lack a byte"),
+        (b"\xff\xff 0\n", KIMI, "cannot read the tokenizer"),
+    ],
+)
+def test_a_tiktoken_model_that_is_not_read(
+    data: bytes, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(data)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=reason):
+        from_slow(tmp_path, print)
