@@ -306,6 +306,40 @@ async def test_what_took_long_to_collect_is_not_walked_again(
         housekeeping.stop()
 
 
+async def test_a_busy_server_collects_where_its_heap_has_grown(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what is alive, however much that is: the streams would stand still for nothing."""
+    bench = Bench(tokenizer, eager=False)
+    later: list[tuple[float, Callable[[], None]]] = []
+    housekeeping = Housekeeping(bench.replicas, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
+    monkeypatch.setattr(housekeeping_module, "GROWN", 5_000)
+    generations: list[int] = []
+    gc.freeze()
+    housekeeping.start()
+    try:
+        collect = next(act for seconds, act in later if seconds == housekeeping_module.COLLECT_EVERY)
+        monkeypatch.setattr(housekeeping_module.gc, "collect", generations.append)
+        run = await bench.start("a", 4)
+        await settle()
+        for _ in range(10):
+            alive = [Marked() for _ in range(1_000)]
+            collect()
+        assert generations == []
+        leaked = [Marked() for _ in range(5_000)]
+        collect()
+        assert generations == [1]
+        del alive, leaked
+        bench.executor.eager = True
+        bench.executor.complete(len(bench.executor.pending))
+        await run.wait()
+        await settle()
+        collect()
+        assert generations == [1, 2]
+    finally:
+        housekeeping.stop()
+
+
 # -- the watchdog -----------------------------------------------------------------------------------
 
 
