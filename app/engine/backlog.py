@@ -91,7 +91,8 @@ class Backlog:
 
     def add(self, confirmed: Confirmed) -> None:
         """One more applied step, or requests that ended without one."""
-        self._step += bool(confirmed.requests)
+        # A step of prompts alone counts too: with --prefill-first many follow each other.
+        self._step += bool(confirmed.requests or confirmed.prompt_tokens)
         rows = self._rows
         for at, request in enumerate(confirmed.requests):
             (rows.get(request) or self._new(request)).tokens.append(confirmed.tokens[at])

@@ -209,6 +209,28 @@ async def test_what_a_busy_loop_holds_back_goes_out_when_no_step_follows(tokeniz
     assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 20, VOCAB)
 
 
+async def test_steps_of_prompts_alone_hold_no_tokens_back(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, depth=0, eager=False, prefill_first=True, step_tokens=16)
+    bench.engine.set_stream_interval(MOST)
+    run = await bench.start("a", 20)
+    for _ in range(2):
+        await settle()
+        bench.executor.complete()
+        await settle()
+    other = await bench.start("b", 2, prompt=np.arange(100, dtype=np.int32))
+    for _ in range(MOST + 1):
+        await settle()
+        bench.executor.complete()
+    await settle()
+    assert not bench.executor.plans[-1].decode_slots.size and "b-0" not in bench.pieces
+    assert delivered(bench, run.requests[0]) == len(run.requests[0].output) > 1
+    run.abort()
+    other.abort()
+    await settle()
+    bench.executor.complete(len(bench.executor.pending))
+    await asyncio.gather(run.wait(), other.wait())
+
+
 def test_events_have_more_tokens_the_busier_the_loop_is() -> None:
     interval, now, used, seen = StreamInterval(5.0, 1.0), 5.0, 1.0, []
     for share in (0.2, 0.7, 0.5, 0.7, 0.9, 1.0, 0.35, 0.2, 0.0, 0.0):

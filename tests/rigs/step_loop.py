@@ -46,7 +46,7 @@ class Bench:
             max_rows=int(str(options.pop("rows", 8))),
             context_length=512,
             vocab_size=VOCAB,
-            max_step_tokens=2048,
+            max_step_tokens=int(str(options.pop("step_tokens", 2048))),
             max_drafts=int(str(options.pop("drafts", 0))),
             max_samples=100,
             adapters=adapters,  # type: ignore[arg-type]
