@@ -7,11 +7,13 @@ checkpoints carry of them at this layer are copies.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from msgspec.structs import replace
 
 from core.errors import ConfigError
 from core.models.draft import DraftSpec
-from core.models.spec import W8A8, ModelSpec
+from core.models.spec import W8A8, Int4, ModelSpec
 
 FIRST = "model.layers.0."
 """How names of a draft model's only layer begin here."""
@@ -27,12 +29,11 @@ def mtp_draft(target: ModelSpec) -> DraftSpec:
             "(num_nextn_predict_layers of its config.json), and 1 can draft. Use ngram or draft-model."
         )
     prefix = f"model.layers.{target.layers}."
-    moe, w8a8 = target.moe, target.w8a8
+    moe = target.moe
     if moe is not None:
         moe = replace(moe, layers=frozenset({0}))
-    if w8a8 is not None:
-        w8a8 = _of_layer(w8a8, prefix)
-    decoder = replace(target, layers=1, more_layers=0, tied=False, moe=moe, w8a8=w8a8)
+    int4, w8a8 = _of_layer(target.int4, target, prefix), _of_layer(target.w8a8, target, prefix)
+    decoder = replace(target, layers=1, more_layers=0, tied=False, moe=moe, int4=int4, w8a8=w8a8)
     return DraftSpec(
         algorithm="mtp",
         decoder=decoder,
@@ -43,7 +44,14 @@ def mtp_draft(target: ModelSpec) -> DraftSpec:
     )
 
 
-def _of_layer(w8a8: W8A8, prefix: str) -> W8A8:
-    """What it says of the layer whose names begin with `prefix`, of layer 0."""
-    kept = [each for each in w8a8.plain if each.startswith((prefix, "re:"))]
-    return W8A8(plain=tuple(each.replace(prefix, FIRST) for each in kept))
+Held = TypeVar("Held", Int4, W8A8)
+
+
+def _of_layer(held: Held | None, target: ModelSpec, prefix: str) -> Held | None:
+    """How the layer is held whose names begin with `prefix`. Many checkpoints except it: in the dtype of the
+    computation then, of which memory is reckoned."""
+    if held is None:
+        return None
+    held = replace(held, renamed=(FIRST, prefix))
+    largest = "mlp.experts.0.up_proj" if target.moe else "mlp.up_proj"
+    return held if held.has(FIRST + largest) else None

@@ -34,7 +34,6 @@ QkNorm = Literal["", "head", "all"]
 """RMSNorm of queries and of keys, before rope: over head_dim of each head, or over all heads of a token
 together; "": none."""
 
-
 Scores = Literal["softmax", "sigmoid"]
 """Of experts, over all of a layer's together or each by itself."""
 
@@ -53,9 +52,12 @@ class Int4(msgspec.Struct, frozen=True, kw_only=True):
     plain: tuple[str, ...] = ()
     """Layers that are not quantised: of awq parts of their names, else whole names, or regular expressions
     behind "re:"."""
+    renamed: tuple[str, str] = ("", "")
+    """A part of names here, and what it is in `plain`, where a model has one layer of a checkpoint."""
 
     def has(self, name: str) -> bool:
         """Whether the layer of that name is quantised."""
+        name = name.replace(*self.renamed)
         if self.format == "awq":
             return not any(each in name for each in self.plain)
         return not _ignored(name, self.plain)
@@ -66,11 +68,12 @@ class W8A8(msgspec.Struct, frozen=True, kw_only=True):
     integers that have a scale for each token."""
 
     plain: tuple[str, ...] = ()
+    renamed: tuple[str, str] = ("", "")
     """Layers that are not quantised, as `Int4` has those of pack-quantized."""
 
     def has(self, name: str) -> bool:
         """Whether the layer of that name is quantised."""
-        return not _ignored(name, self.plain)
+        return not _ignored(name.replace(*self.renamed), self.plain)
 
 
 def _ignored(name: str, plain: tuple[str, ...]) -> bool:

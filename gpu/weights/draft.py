@@ -63,7 +63,8 @@ def load_draft(
         else:
             unused = tuple(spec.prefix + name for name in _COPIES) if spec.prefix else _UNUSED
             filler = Filler(places, copier(device), _BASE, unused, Names({} if spec.prefix else _ALIASES))
-            fill_from_safetensors(filler, source, device, progress, within=spec.prefix)
+            int4 = spec.decoder.stored_int4 if spec.prefix else None
+            fill_from_safetensors(filler, source, device, progress, int4, spec.prefix)
             filler.finish(str(source))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
@@ -74,6 +75,11 @@ def load_draft(
 def check_layer(source: Path, prefix: str) -> None:
     """Raises `ModelError` where the checkpoint at `source` has no tensor whose name begins as `prefix`: many
     leave the layers for multi-token prediction out that their config.json names."""
+    if source.suffix == ".gguf":
+        raise ModelError(
+            f"{source}: layers for multi-token prediction come from safetensors, not from .gguf: serve it "
+            "without --speculative-algorithm mtp, or name a directory with safetensors."
+        )
     if not any(name.startswith(prefix) for names in names_by_file(source).values() for name in names):
         raise ModelError(
             f"{source} has no tensors {prefix}*, the layer for multi-token prediction that its config.json "

@@ -139,7 +139,11 @@ def test_the_layer_that_drafts_for_deepseek_v3() -> None:
     assert own.moe is not None and (own.moe.layers, own.moe.experts) == ({0}, 256)
     assert (own.kv_shape, own.latent) == (target.kv_shape, target.latent)
     assert own.softmax_scale == target.softmax_scale
-    assert own.w8a8 == W8A8(plain=("model.layers.0.mlp.up_proj", "re:.*gate$"))
+    assert own.w8a8 is not None
+    found = [own.w8a8.has(f"model.layers.0.{name}") for name in ("mlp.up_proj", "mlp.down_proj", "mlp.gate")]
+    assert found == [False, True, False]
+    excepted = W8A8(plain=(r"re:.*\.layers\.61\..*",))
+    assert mtp_draft(replace(target, w8a8=excepted)).decoder.w8a8 is None
     assert own.num_parameters() - own.table_parameters() == pytest.approx(11.5e9, rel=0.01)
     with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM has no layer for multi-token prediction"):
         mtp_draft(read_spec(KIMI_K2))

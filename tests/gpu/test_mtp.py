@@ -28,12 +28,13 @@ from gpu.models.draft import ChainModel
 from gpu.models.mtp import Mtp
 from gpu.thread import device_thread
 from gpu.weights import load_draft, load_model
-from tests.rigs import drafters, mtp, tiny_model
+from tests.rigs import drafters, gguf_file, mtp, tiny_model
 from tests.rigs.draft_heads import Pages
 from tests.rigs.draft_jobs import FEW, HOSTS_OWN, Engines, engines_of, jobs, same
 from tests.rigs.drafting import Drafts
 from tests.rigs.driver import Driver
 from tests.rigs.fp8_files import per_block, quantised
+from tests.rigs.int4_files import KINDS, WIDE, plain_of, quantise
 from tests.rigs.runner import CPU
 from tests.rigs.tiny_model import VOCAB
 
@@ -169,6 +170,11 @@ def test_a_checkpoint_without_such_a_layer_is_refused_before_weights_are_read(tm
     (glm / "config.json").write_text(json.dumps({**told, "num_nextn_predict_layers": 3}))
     with pytest.raises(ConfigError, match=r"has 3 layers .* \(num_nextn_predict_layers"):
         read(glm)
+    file = gguf_file.write(
+        tmp_path / "t.gguf", "glm4moe", tiny_model.build("glm4-moe", tmp_path / "a").reference
+    )
+    with pytest.raises(ModelError, match=r"t\.gguf: layers for multi-token prediction come from safetens"):
+        read(file)
     hybrid = tiny_model.build("qwen3-next", tmp_path / "hybrid").path
     with pytest.raises(ConfigError, match="mtp: Qwen3NextForCausalLM has linear attention, whose states"):
         read(hybrid)
@@ -221,3 +227,36 @@ def test_an_fp8_layer_is_the_numbers_that_it_stands_for(variant: str, tmp_path: 
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
     off = (logits[2] - logits[0]).abs().max() / logits[0].abs().max()
     assert 1e-3 < off < 0.1, "products of 8 bits round what they multiply"
+
+
+@pytest.mark.parametrize("excepted", [False, True])
+@pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3"])
+def test_a_layer_of_a_checkpoint_in_4_bits(variant: str, excepted: bool, tmp_path: Path) -> None:
+    """It may be the one that stays as it is: then it counts in full."""
+    wide = {**WIDE, "num_hidden_layers": 3, "moe_intermediate_size": 128, "q_lora_rank": 128}
+    path = mtp.build(variant, tmp_path / "coarse", **wide, v_head_dim=32).path
+    left = {"dynamic": {r"-:model\.layers\.2\..*": {}}} if excepted else {}
+    plain = plain_of(
+        path, quantise(path, KINDS["gptq"], (mtp.PREFIX,) if excepted else (), **left), tmp_path / "a"
+    )
+    spec, states = spec_of(path), torch.randn(5, 128, generator=torch.Generator().manual_seed(4))
+    fine = replace(spec, int4=spec.stored_int4)
+    logits = []
+    for where, own in ((plain, spec_of(plain)), (path, spec), (path, fine)):
+        _, layer = loaded(where, own)
+        with device_thread(CPU):
+            made, _ = layer.forward(
+                Pages.of(layer.spec.decoder).chunk(0, 0, len(states)),
+                torch.arange(len(states)),
+                states.clone(),
+            )
+            logits.append(layer.logits(made))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[2], logits[0], rtol=1e-4, atol=1e-4)
+    drafts = [
+        read_drafting(SpeculativeConfig(algorithm="mtp"), path, own, False, spec_of) for own in (spec, fine)
+    ]
+    counted, less = (
+        each.held_bytes(spec, (0, 0, 0), 0, torch.float32) for each in drafts if each is not None
+    )
+    assert (less == counted) if excepted else (less < 0.3 * counted)
