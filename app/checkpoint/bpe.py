@@ -80,7 +80,7 @@ _SPLITS: Mapping[str, _Split] = {
             r"[\r\n]",
             r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
             "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
+            r"(?<!\s)\s+$",  # as \s+$, which takes quadratic time where spaces are before a digit
             _CJK,
             r"\p{N}+",
         )

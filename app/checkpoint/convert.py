@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,7 +25,7 @@ from core.env import cache_dir, read_object
 from core.errors import ModelError
 from core.models.gguf import GgufFacts, check_parts, gguf_config, gguf_facts, gguf_parts
 
-_FORMAT = 4
+_FORMAT = 5
 """Part of the cache key: raise it when what is written changes."""
 
 
@@ -117,11 +118,22 @@ def _read_gguf(path: Path) -> GgufFacts:
     """Of a file, or of all of a split one, whose first is `path`."""
     import gguf
 
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """Refuses arrays that cannot be in the file, for whose entries the library takes memory first, and
+        arrays of arrays, which no model has."""
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == gguf.GGUFValueType.ARRAY:
+                item, count = struct.unpack_from("<IQ", self.data, orig_offs)
+                if count > len(self.data) or item == gguf.GGUFValueType.ARRAY:
+                    raise ValueError(f"an array of {count} entries of type {item}")
+            return super()._get_field_parts(orig_offs, raw_type)
+
     parts, readers = gguf_parts(path.name), []
     for part in map(path.with_name, parts):
         try:
-            readers.append(gguf.GGUFReader(part))
-        except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
+            readers.append(Reader(part))
+        except (ValueError, IndexError, KeyError, OSError, OverflowError, struct.error) as error:
             raise ModelError(
                 f"{part} is not a readable .gguf file ({error}). --model takes a directory with config.json, "
                 "a .gguf file or a hub id like org/name."
@@ -141,10 +153,10 @@ def _ends(fields: Mapping[str, Any]) -> list[int]:
     message's end is none, and files of Phi-3 name the text's end alone."""
     kinds = ("eos",) if fields.get("general.architecture") == "gpt-oss" else ("eos", "eot", "eom")
     ends = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
-    tokens = fields.get("tokenizer.ggml.tokens") or []
-    if fields.get("general.architecture") == "phi3" and "<|end|>" in tokens:
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if fields.get("general.architecture") == "phi3" and isinstance(tokens, list) and "<|end|>" in tokens:
         ends.append(tokens.index("<|end|>"))
-    return list(dict.fromkeys(each for each in ends if each is not None))
+    return list(dict.fromkeys(each for each in ends if isinstance(each, int)))
 
 
 Read = tuple[str, dict[str, Any]]

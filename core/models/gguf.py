@@ -76,9 +76,8 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 def gguf_parts(name: str) -> list[str]:
     """The files of a split .gguf whose first has that name; of any other that alone."""
     named = _PART.fullmatch(name)
-    if named is None or int(named[2]) != 1:
+    if named is None or int(named[2]) != 1 or (count := int(named[3])) == 0:
         return [name]
-    count = int(named[3])
     return [f"{named[1]}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
 
 
@@ -157,15 +156,20 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
     heads, hidden = file.size("attention.head_count"), file.size("embedding_length")
     head_dim = file.size("attention.key_length", max(hidden // heads, 1))
     embedding = facts.shapes.get("token_embd.weight")
-    if embedding is None:
-        raise ModelError("the .gguf file lacks the tensor token_embd.weight.")
+    if embedding is None or len(embedding) != 2:
+        raise ModelError("the .gguf file lacks the matrix token_embd.weight.")
+    if (blocks := file.size("block_count")) > len(facts.shapes):
+        raise ModelError(
+            f"{file.kind}.block_count of the .gguf file is {blocks}, of which each has a tensor or more; the "
+            f"file has {len(facts.shapes)} in all."
+        )
     config: dict[str, Any] = {
         "architectures": [GGUF_ARCHITECTURES[file.kind][0]],
         "vocab_size": embedding[-1],
         "hidden_size": hidden,
         # Of Qwen3.5's models with experts none has another MLP.
         "intermediate_size": file.get("feed_forward_length") or file.want("expert_feed_forward_length"),
-        "num_hidden_layers": file.size("block_count"),
+        "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": file.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -275,8 +279,8 @@ def _grouped_experts(file: _File) -> dict[str, Any]:
         "first_k_dense_replace": file.get("leading_dense_block_count", 0),
         "routed_scaling_factor": file.number("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.get("expert_weights_norm")),
-        "n_group": file.get("expert_group_count", 1),
-        "topk_group": file.get("expert_group_used_count", 1),
+        "n_group": file.size("expert_group_count", 1),
+        "topk_group": file.size("expert_group_used_count", 1),
     }
 
 

@@ -113,6 +113,8 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 def _longrope(rope: Fields, max_position: int, original: int) -> dict[str, Any]:
     """LongRoPE (arXiv 2402.13753), as Phi has it."""
+    if original < 2:
+        raise rope.wrong("original_max_position_embeddings", "at least 2")
     factor = rope.number("factor", max_position / original)
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {

@@ -274,7 +274,7 @@ class _Layout(NamedTuple):
             size = shape[1] // len(parts)
             for (expert, rows), (i, part) in itertools.product(enumerate(tensor.data), enumerate(parts)):
                 half = _Rows(kind, rows[i * size : (i + 1) * size], (size, *shape[2:]))
-                yield name.format(expert).replace("gate_up", part), half
+                yield name.replace("{}", str(expert)).replace("gate_up", part), half
             return
         rows, order = tensor.data, self.orders.get(own.rpartition(".")[0])
         yield name, _Rows(kind, rows if order is None else rows[order(len(rows)).numpy()], shape)
@@ -386,7 +386,7 @@ def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], layout: _Layo
         for name, tensor in named:
             try:
                 found = [*layout.rows(name, tensor)]
-            except (RuntimeError, IndexError, ValueError) as error:  # sizes that its metadata do not say
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:  # not as its metadata say
                 raise ModelError(f"Cannot read {tensor.name} of the GGUF file: {error}.") from error
             for place, rows in found:
                 _put(filler, place, tensor.name, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -373,6 +374,10 @@ def test_a_split_gguf_file(tmp_path: Path) -> None:
     assert found.config["tie_word_embeddings"] is False
     assert (found.names, found.path) == (("tiny",), first)
     assert found.size == first.stat().st_size + second.stat().st_size
+    none = first.rename(tmp_path / "tiny-00001-of-00000.gguf")
+    with pytest.raises(ModelError, match=r"00000\.gguf is one of 2 files of a split"):
+        find(none)
+    none.rename(first)
     second.unlink()
     with pytest.raises(ModelError, match=r"00002-of-00002\.gguf is not a readable \.gguf file"):
         find(first, tokenizer=str(tmp_path))
@@ -450,6 +455,17 @@ def test_a_damaged_gguf_is_one_line(tmp_path: Path, seed: int) -> None:
             find(path)
         except ModelError as error:  # and nothing else
             assert "\n" not in str(error) and str(path) in str(error)
+
+
+@pytest.mark.parametrize(
+    "array", [struct.pack("<IQ", 0, 2**60), struct.pack("<IQ", 9, 1) * 2000], ids=["huge", "deep"]
+)
+def test_an_array_that_no_file_has_is_refused_before_memory_is_taken(tmp_path: Path, array: bytes) -> None:
+    path = tmp_path / "x.gguf"
+    field = struct.pack("<Q", 1) + b"a" + struct.pack("<I", gguf.GGUFValueType.ARRAY) + array
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field)
+    with pytest.raises(ModelError, match=r"x\.gguf is not a readable \.gguf file \(an array of "):
+        find(path)
 
 
 @pytest.mark.parametrize("error", [Exception("one\ntwo"), AssertionError(), StopIteration(5)])

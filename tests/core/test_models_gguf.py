@@ -20,13 +20,16 @@ FIELDS: dict[str, Any] = {
 }
 
 
+TENSORS = {"token_embd.weight": (64, 100)} | {f"blk.{i}.attn_norm.weight": (64,) for i in range(62)}
+
+
 def fields(kind: str, **more: Any) -> dict[str, Any]:
     own = {f"{kind}.{name}": value for name, value in (FIELDS | more).items()}
     return {"general.architecture": kind, **own}
 
 
 def test_families_differ_in_what_they_have() -> None:
-    shapes = {"token_embd.weight": (64, 100), "output.weight": (64, 100), "blk.0.attn_q.bias": (64,)}
+    shapes = TENSORS | {"output.weight": (64, 100), "blk.0.attn_q.bias": (64,)}
     qwen = gguf_config(GgufFacts(fields("qwen2"), shapes))
     assert qwen["architectures"] == ["Qwen2ForCausalLM"]
     assert (qwen["tie_word_embeddings"], qwen["attention_bias"], qwen["num_key_value_heads"]) == (
@@ -56,7 +59,7 @@ def test_families_differ_in_what_they_have() -> None:
 
 
 def test_rope_scalings() -> None:
-    shapes = {"token_embd.weight": (64, 100)}
+    shapes = TENSORS
     scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     linear = gguf_config(GgufFacts(fields("llama", **scaled), shapes))
     assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
@@ -70,12 +73,17 @@ def test_a_missing_field_is_named() -> None:
     incomplete = fields("llama")
     del incomplete["llama.block_count"]
     with pytest.raises(ModelError, match=r"llama\.block_count"):
-        gguf_config(GgufFacts(incomplete, {"token_embd.weight": (64, 100)}))
+        gguf_config(GgufFacts(incomplete, TENSORS))
+
+
+def test_an_embedding_is_a_matrix() -> None:
+    with pytest.raises(ModelError, match=r"lacks the matrix token_embd\.weight"):
+        gguf_config(GgufFacts(fields("llama"), TENSORS | {"token_embd.weight": ()}))
 
 
 def test_what_is_no_number_is_named() -> None:
     """Of some architectures sizes are arrays, one number a layer."""
-    shapes = {"token_embd.weight": (64, 100)}
+    shapes = TENSORS
     for name, value in (("attention.head_count", [4, 2]), ("rope.freq_base", "x"), ("block_count", 0)):
         with pytest.raises(ModelError, match=rf"llama\.{name} of the \.gguf file must be a "):
             gguf_config(GgufFacts(fields("llama", **{name: value}), shapes))
@@ -114,7 +122,7 @@ def test_what_files_of_deepseek_leave_out(
     """Older ones say neither how experts are scored nor their groups; which of the family it is none says."""
     bias = {"blk.1.exp_probs_b.bias": (64,)} if router else {}
     written = fields("deepseek2", **LATENTS | more) | {k: v for k, v in more.items() if k.startswith("tok")}
-    spec = read_spec(gguf_config(GgufFacts(written, {"token_embd.weight": (64, 100), **bias})))
+    spec = read_spec(gguf_config(GgufFacts(written, TENSORS | bias)))
     assert spec.moe is not None and spec.latent is not None
     assert (spec.architecture, (spec.moe.groups, spec.moe.top_groups)) == (architecture, groups)
     assert spec.moe.scores == ("sigmoid" if router else "softmax")
@@ -127,9 +135,11 @@ def test_what_files_of_deepseek_leave_out(
         ({"attention.temperature_scale": 0.1}, r"deepseek2\.attention\.temperature_scale .* not supported"),
         ({"expert_gating_func": 3}, r"deepseek2\.expert_gating_func .* must be 1 or 2, got 3"),
         ({"expert_count": None}, r"lacks the field deepseek2\.expert_count"),
+        ({"expert_group_count": "x"}, r"deepseek2\.expert_group_count .* a positive integer, got 'x'"),
+        ({"block_count": 2**32 - 1}, r"deepseek2\.block_count .* is 4294967295, .* the file has 63 in all"),
     ],
 )
 def test_what_is_not_served_of_deepseek2_is_named(more: dict[str, Any], words: str) -> None:
-    facts = GgufFacts(fields("deepseek2", **LATENTS | more), {"token_embd.weight": (64, 100)})
+    facts = GgufFacts(fields("deepseek2", **LATENTS | more), TENSORS)
     with pytest.raises(ModelError, match=words):
         gguf_config(facts)

@@ -101,6 +101,15 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
         load_model(spec, file, torch.float32, CPU)
 
 
+def test_a_name_is_no_format(tmp_path: Path) -> None:
+    tiny = tiny_model.build("qwen3-moe", tmp_path / "hf", **tiny_model.FEW_EXPERTS | {"mlp_only_layers": []})
+    file = write(tmp_path / "tiny.gguf", "qwen3moe", tiny.reference)
+    spec, name = spec_of(file), b"blk.1.ffn_down_exps.weight"
+    file.write_bytes(file.read_bytes().replace(name, b"blk.1.ffn_{}{x.y}_exps.wght"[: len(name)]))
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_0\{x\.y\}"):
+        load_model(spec, file, torch.float32, CPU)
+
+
 def test_gate_and_up_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
     """As the converter writes them if it is asked to."""
     tiny = tiny_model.build("qwen3-moe", tmp_path / "hf", **tiny_model.FEW_EXPERTS | {"mlp_only_layers": []})
