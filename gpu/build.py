@@ -147,8 +147,13 @@ def check_config(config: Config, embeds: bool, settings: SpeculativeConfig = NO_
     it as `settings` ask for, before its weights are fetched. `embeds`: it lies in a sentence-transformers
     directory."""
     spec = None if runs_natively(config, embeds) else model_spec(config)
-    if settings.algorithm not in ("auto", "none") and not embeds:
-        check_target(settings, spec or model_spec(config))
+    if (algorithm := settings.algorithm) in ("auto", "none"):
+        return
+    if embeds:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: a model of sentence-transformers generates no text."
+        )
+    check_target(settings, spec or model_spec(config))
 
 
 def pooling_of(source: Path) -> PoolingSpec | None:

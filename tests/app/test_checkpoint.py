@@ -131,7 +131,10 @@ def test_what_nothing_drafts_for_is_refused_before_weights_are_fetched(
     config = Config(model=ModelConfig(model="org/name"), speculative=SpeculativeConfig(algorithm="mtp"))
     with pytest.raises(ConfigError, match="mtp: LlamaForCausalLM has no layer for multi-token prediction"):
         compose.find(config, quiet)
-    assert asked == [["config.json", "modules.json"]]
+    (directory / "modules.json").write_text("[]")
+    with pytest.raises(ConfigError, match="mtp: a model of sentence-transformers generates no text"):
+        compose.find(config, quiet)
+    assert asked == [["config.json", "modules.json"]] * 2
 
 
 def test_a_revision_is_fetched_and_named_where_it_is_not_there(
