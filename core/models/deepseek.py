@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from core.models.fields import Config, Fields
-from core.models.read import Defaults, common, with_experts
+from core.models.read import MOST_LAYERS, Defaults, common, with_experts
 from core.models.spec import LatentSpec, ModelSpec, MoeSpec, Scores
 
 _GLM_4_5: Config = {
@@ -168,5 +168,6 @@ def _with_groups(fields: Fields, spec: ModelSpec, scores: Scores) -> ModelSpec:
     if moe.per_token > experts // groups * open_groups:
         most = f"at most the experts of topk_group groups ({experts // groups * open_groups})"
         raise fields.wrong("num_experts_per_tok", most)
-    more = fields.count("num_nextn_predict_layers", 0)
+    if (more := fields.count("num_nextn_predict_layers", 0)) > MOST_LAYERS:
+        raise fields.wrong("num_nextn_predict_layers", f"at most {MOST_LAYERS:,}")
     return msgspec.structs.replace(with_experts(fields, spec, moe), more_layers=more)

@@ -68,8 +68,8 @@ class W8A8(msgspec.Struct, frozen=True, kw_only=True):
     integers that have a scale for each token."""
 
     plain: tuple[str, ...] = ()
+    """Layers that are not quantised, as `Int4` has those of pack-quantized; it has `renamed`, too."""
     renamed: tuple[str, str] = ("", "")
-    """Layers that are not quantised, as `Int4` has those of pack-quantized."""
 
     def has(self, name: str) -> bool:
         """Whether the layer of that name is quantised."""

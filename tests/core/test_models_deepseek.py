@@ -200,6 +200,7 @@ def test_scores_are_scaled_whatever_stretches_rope() -> None:
         (DEEPSEEK_V2_LITE, {"topk_method": "noaux_tc"}, "topk_method must be greedy or group_limited_greedy"),
         (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob must be false"),
         (DEEPSEEK_V2_LITE, {"mlp_bias": True}, "mlp_bias must be false"),
+        (DEEPSEEK_V3, {"num_nextn_predict_layers": 2**40}, "num_nextn_predict_layers must be at most 10,000"),
     ],
 )
 def test_errors_of_deepseek_name_the_field(
