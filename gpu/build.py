@@ -28,7 +28,7 @@ from core.models.fields import Config
 from core.plan import MASKED_DRAFTS
 from gpu.adapting import Adapting, plan_adapters
 from gpu.attention import EncoderAttention, TorchBackend, torch_attention
-from gpu.device import LEAST_FP8
+from gpu.device import LEAST_FP8, loading
 from gpu.draft import kernels as draft_kernels
 from gpu.draft.build import Draft, check_target, make_drafter, pool_of, read_drafting
 from gpu.draft.build import Make as MakeDrafter
@@ -300,7 +300,7 @@ class _Loader(NamedTuple):
             if not local:
                 progress("weights", share)
 
-        with device_thread(device):
+        with device_thread(device), loading(device):
             loaded = load_model(spec, weights, dtype, device, report, shard)
             loaded.seal()
         return loaded if rank is None else RankModel(loaded, rank)

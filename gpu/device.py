@@ -1,10 +1,15 @@
-"""Which device runs the model, and why another one cannot."""
+"""Which device runs the model, why another one cannot, and a CPU's memory."""
 
 from __future__ import annotations
 
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from core.config import ParallelConfig
@@ -69,3 +74,49 @@ def choose_device(wanted: str, facts: CudaFacts, gpu: int = 0) -> torch.device:
     if facts.reason:
         raise ConfigError(f"--device cuda: {facts.reason}. --device cpu runs without one.")
     return torch.device("cuda", gpu)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros."""
+    size: int = math.prod(shape)
+    if device.type == "cpu" and size:
+        # numpy takes zero pages from the system untouched; torch.zeros writes them, and 4 GiB of
+        # that were 10 s of every start and memory that may never be needed.
+        storage = np.zeros(size * dtype.itemsize, np.uint8)
+        return torch.from_numpy(storage).view(dtype).view(*shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's mallopt(3)."""
+
+_LARGE = 2 * 2**20
+"""Bytes of a matrix that has a mapping of its own while weights are loaded."""
+
+_USUAL = 32 * 2**20
+"""The same afterwards, of activations: the most that glibc comes to by itself."""
+
+
+@contextmanager
+def loading(device: torch.device) -> Iterator[None]:
+    """Load weights in the block. On a CPU matrices get mappings, which go back to the system whole when they
+    are freed: from the heap, packing each into a slightly larger one left up to 400 MiB of holes for 1.5 GiB
+    of weights. At the end what was freed goes back, too. Nothing where the allocator is not glibc's."""
+    libc = ctypes.CDLL(None)
+    if device.type != "cpu" or not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        libc.mallopt(_M_MMAP_THRESHOLD, _USUAL)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _USUAL)
+        return_freed()
+
+
+def return_freed() -> None:
+    """Give the system what was freed and is still the allocator's, where that is glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -211,9 +211,7 @@ def plan_memory(
     Raises `ConfigError` with need, have and the flag to change.
     """
     parameters = spec.num_parameters()
-    copied = 0
-    if spec.tied and needs is None and dtype == torch.float32:
-        copied = spec.vocab_rows * spec.hidden  # the packed head is a copy (`Decoder.seal`)
+    copied = _copied(spec, dtype, on_cpu=needs is None)
     parameters += copied
     kinds = _weight_name(spec, dtype)
     weights = loaded or weight_bytes(spec, parameters, spec.table_parameters() + copied, dtype)
@@ -260,6 +258,15 @@ def plan_memory(
             "Raise --mem-fraction, free memory, or use a smaller --model."
         )
     return plan._replace(num_pages=pages, checkpoints=checkpoints)
+
+
+def _copied(spec: ModelSpec, dtype: torch.dtype, on_cpu: bool) -> int:
+    """Weights that lie in memory though `num_parameters` does not count them, or do not though it does."""
+    table = spec.vocab_rows * spec.hidden
+    if spec.int8:
+        return 0 if spec.tied else -table  # an embedding stays in its file
+    # A packed head is a copy (`Decoder.seal`).
+    return table if spec.tied and on_cpu and dtype == torch.float32 else 0
 
 
 def with_states(spec: ModelSpec, dtype: torch.dtype, rows: int, available: int) -> tuple[int, int]:

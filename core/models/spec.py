@@ -363,8 +363,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_tables(self) -> Held8:
-        """The same of the embedding and the head."""
-        return "int8" if self.int8 and self.stored_gguf and self.hidden % 4 == 0 else ""
+        """The same of the head; an embedding stays in its file while matrices have 8 bits on a CPU."""
+        return "int8" if self.int8 and self.stored_gguf else ""
 
     @property
     def eight_bits(self) -> Fp8 | W8A8:

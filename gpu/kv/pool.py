@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from gpu.kv.states import StatePool, zeros
+from gpu.device import zeros
+from gpu.kv.states import StatePool
 
 
 class KvPool:

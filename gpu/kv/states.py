@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from core.models import LinearSpec
 from core.plan import MOST_SAVES, StepPlan
+from gpu.device import zeros
 from gpu.transfer import upload
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros."""
-    size: int = math.prod(shape)
-    if device.type == "cpu" and size:
-        # numpy takes zero pages from the system untouched; torch.zeros writes them, and 4 GiB of
-        # that were 10 s of every start and memory that may never be needed.
-        storage = np.zeros(size * dtype.itemsize, np.uint8)
-        return torch.from_numpy(storage).view(dtype).view(*shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class StatePool:

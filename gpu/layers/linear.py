@@ -83,6 +83,12 @@ class Linear:
             out = self(x).float()
         return out if ops is None else ops.add_lora(x, lora, out)
 
+    @property
+    def rows(self) -> int:
+        """Of how many rows a product is that is done in parts anyway; 0: of one that is not. Adapters know
+        the step's rows, not those of a part."""
+        return int8.ROWS if self._packs_int8 and self.matrix.lora is None else 0
+
     def adapt(self, lora: LoraMatrix) -> None:
         """Add this in steps with adapters."""
         self.matrix = self.matrix._replace(lora=lora)
@@ -122,6 +128,19 @@ class Linear:
                 found[f"{prefix}{name}.bias"] = bias[first : first + size]
             first += size
         return found
+
+
+def gated_mlp(x: torch.Tensor, up: Linear, down: Linear, ops: Ops, activation: str) -> torch.Tensor:
+    """down(activation(first half) · second half of `up`'s product): [n, hidden] to [n, hidden]. Of few rows
+    at a time where products are: what lies between would be by far a long prompt's largest activation."""
+    step = min(up.rows, down.rows)
+    if not step or len(x) <= step:
+        return down(up.gated(x, ops, activation), ops)
+    out = torch.empty_like(x)
+    for first in range(0, len(x), step):
+        rows = slice(first, first + step)
+        out[rows] = down(up.gated(x[rows], ops, activation), ops)
+    return out
 
 
 def _empty(

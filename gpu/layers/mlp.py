@@ -6,6 +6,7 @@ import torch
 
 from core.models import ModelSpec
 from gpu.context import ForwardContext
+from gpu.layers.linear import gated_mlp
 from gpu.layers.parameters import Parameters
 from gpu.shard import COLUMN, ROW
 
@@ -22,4 +23,4 @@ class Mlp:
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
-        return self._down(self._gate_up.gated(x, ctx.ops, self._activation), ctx.ops)
+        return gated_mlp(x, self._gate_up, self._down, ctx.ops, self._activation)

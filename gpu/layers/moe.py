@@ -11,7 +11,7 @@ from core.models.quant import MXFP4_GROUP
 from core.models.spec import W8A8, Fp8
 from gpu.context import ForwardContext
 from gpu.experts import Choice, Experts, Packed
-from gpu.layers.linear import Linear
+from gpu.layers.linear import Linear, gated_mlp
 from gpu.layers.parameters import Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Part
@@ -209,5 +209,5 @@ class SharedExpert:
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
-        found = self._down(self._gate_up.gated(x, ctx.ops, self._activation), ctx.ops)
+        found = gated_mlp(x, self._gate_up, self._down, ctx.ops, self._activation)
         return found if self._gate is None else found.mul_(self._gate(x, ctx.ops).sigmoid())

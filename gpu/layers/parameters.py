@@ -83,10 +83,17 @@ class Parameters:
             elif kind == "weight":
                 self.place_int4(name, view, views[f"{name}_scale"], split, copies)
 
-    def pass_over(self, name: str, size: int) -> None:
-        """Take nothing of the bias `name` [size], which another rank adds to the sum of all."""
-        self.places[name] = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.slices[name] = Slice(0, 0, 0, (size,))
+    def pass_over(self, name: str, *shape: int) -> None:
+        """Take nothing of the tensor `name`, which has that `shape`: a bias that another rank adds to the sum
+        of all, or a table that stays in its file."""
+        self.places[name] = torch.empty(0, *shape[1:], dtype=self.dtype, device=self.device)
+        self.slices[name] = Slice(0, 0, 0, shape)
+
+    def rename(self, name: str, other: str) -> None:
+        """Fill what the tensor `name` would with the tensor `other`."""
+        self.places[other] = self.places.pop(name)
+        if name in self.slices:
+            self.slices[other] = self.slices.pop(name)
 
     def place_int4(
         self, name: str, words: torch.Tensor, scale: torch.Tensor, split: Split | None = None, copies: int = 1

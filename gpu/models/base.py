@@ -13,6 +13,7 @@ from gpu.layers import Parameters
 from gpu.layers.linear import Places
 from gpu.lora import Adaptable
 from gpu.ops.base import Ops
+from gpu.quant.rows import Table
 from gpu.shard import ALONE, Shard, Slices
 
 
@@ -22,8 +23,8 @@ class CausalModel(ABC):
     Owner: launch thread, once built.
     """
 
-    embedding: torch.Tensor
-    """Of tokens, [vocab_size, hidden], or of 8 bits (`gpu.quant.int8.new_table`)."""
+    embedding: Table
+    """Of tokens, [vocab_size, hidden]."""
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard = ALONE

@@ -27,8 +27,10 @@ from gpu.layers import (
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
 from gpu.ops.base import Matrix, Ops, Part, PendingExperts, Rotation
-from gpu.quant import int8
-from gpu.shard import ALONE, COLUMN, Shard, Split
+from gpu.quant.rows import FileRows
+from gpu.shard import ALONE, COLUMN, Shard, slice_of
+
+TABLE = "model.embed_tokens"
 
 
 class Layer:
@@ -155,16 +157,26 @@ class Decoder(CausalModel):
     """The Llama lineage: models that generate, those below their head, and those with one for classes."""
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard = ALONE
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = ALONE,
+        table: FileRows | None = None,
     ) -> None:
+        """`table`: the checkpoint's embedding, which stays in its file."""
         super().__init__(spec, dtype, device, shard)
         parameters, vocabulary = self._parameters, COLUMN._replace(total=spec.vocab_size)
-        table = "model.embed_tokens"
-        tied = self._make_table(f"{table}.weight", vocabulary)
+        own = slice_of(shard, (spec.vocab_rows, spec.hidden), vocabulary)
+        if table is None:
+            self.embedding = parameters.tensor(
+                f"{TABLE}.weight", spec.vocab_rows, spec.hidden, split=vocabulary
+            )
+        else:
+            self.embedding = table if shard.ranks == 1 else table.part(own.start, spec.vocab_rows)
         self._table_lora: LoraMatrix | None = None
-        own = parameters.slices.get(f"{table}.weight")
-        slices = {} if own is None else {table: own.transposed}
-        shape = LoraShape({table: spec.hidden}, spec.vocab_rows, slices=slices)
+        slices = {} if shard.ranks == 1 else {TABLE: own.transposed}
+        shape = LoraShape({TABLE: spec.hidden}, spec.vocab_rows, slices=slices)
         parameters.adaptable.append(Adaptable(shape, self._adapt_table))
         self._norm = RmsNorm(spec, "model.norm", parameters)
         # Rounded as if it were multiplied into the table, which the head may share.
@@ -178,25 +190,25 @@ class Decoder(CausalModel):
         }
         split = vocabulary if spec.task == "generate" else None
         self._head = parameters.linear("", spec.hidden, heads[spec.task], held=spec.held_tables, split=split)
-        if spec.tied:
-            self._head.matrix = tied
-            for name in ("lm_head.weight", "lm_head.weight_scale"):
-                parameters.places.pop(name, None)
+        if table is not None:
+            self._fill_head_alone()
+        elif spec.tied and isinstance(self.embedding, torch.Tensor) and not spec.held_tables:
+            self._head.matrix = Matrix(self.embedding)
+            parameters.places.pop("lm_head.weight", None)
         self._rope = Rope(spec.rope, spec.rope_dim, dtype, device)
         self._window_rope: Rope | None = None
         if spec.window_rope is not None:
             self._window_rope = Rope(spec.window_rope, spec.head_dim, dtype, device)
 
-    def _make_table(self, name: str, vocabulary: Split) -> Matrix:
-        """The embedding, as a head that shares it reads it."""
+    def _fill_head_alone(self) -> None:
+        """Of an embedding that stays in its file: it fills a head that shares it, and nothing else."""
         spec, parameters = self.spec, self._parameters
-        if not spec.held_tables:
-            self.embedding = parameters.tensor(name, spec.vocab_rows, spec.hidden, split=vocabulary)
-            return Matrix(self.embedding)
-        self.embedding, numbers, scale = int8.new_table(spec.vocab_rows, spec.hidden, parameters.device)
-        parameters.place(name, numbers, vocabulary)
-        parameters.place(f"{name}_scale", scale, vocabulary)
-        return Matrix(numbers, scale=scale)
+        if not spec.tied or spec.task != "generate":
+            parameters.pass_over(f"{TABLE}.weight", spec.vocab_size, spec.hidden)
+            return
+        parameters.rename("lm_head.weight", f"{TABLE}.weight")
+        if spec.held_tables:
+            parameters.rename("lm_head.weight_scale", f"{TABLE}.weight_scale")
 
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""

@@ -86,11 +86,15 @@ class DraftModel(ABC):
                 raise ModelError(f"d2t of the draft model names token {low if low < 0 else high} of {vocab}.")
             self.token_ids, self._offsets = ids, None
         own, shared = self.embedding, self._target.embedding
-        if own.shape == shared.shape and own.dtype == shared.dtype and torch.equal(own, shared):
+        if isinstance(own, Tensor) and isinstance(shared, Tensor) and _equal(own, shared):
             self.embedding = shared  # some checkpoints carry a copy: up to a gigabyte
         self._parameters.places.clear()  # they would keep the former layout alive
         for seal in self._parameters.seals:
             seal()
+
+
+def _equal(own: Tensor, shared: Tensor) -> bool:
+    return own.shape == shared.shape and own.dtype == shared.dtype and torch.equal(own, shared)
 
 
 class ChainModel(DraftModel):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpu.experts import Experts
 from gpu.lora import LoraMatrix
+from gpu.quant.rows import Table
 
 
 class Rotation(NamedTuple):
@@ -85,12 +86,12 @@ class Ops(Protocol):
         """The same for rows that stand for the step's samples, not for its tokens; they do not attend."""
         ...
 
-    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
-        """Rows of `table` [vocab, hidden], on a CPU also of `gpu.quant.int8.new_table`, with what adapters
-        add: a new [n, hidden], which becomes the residual."""
+    def embed(self, table: Table, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
+        """Rows of `table` [vocab, hidden], which on a CPU may be in a file, with what adapters add: a new
+        [n, hidden], which becomes the residual."""
         ...
 
-    def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
+    def embed_beside(self, table: Table, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
         """Rows of `table` [vocab, hidden] beside `hidden` [n, hidden], each normed where `norms` are given: a
         new [n, 2 * hidden]."""
         ...

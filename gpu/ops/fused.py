@@ -73,7 +73,11 @@ from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, PendingExperts, Rotation, WideNorms
 from gpu.ops.plain import gate, merits
 from gpu.ops.scaled import scaled_linear
+from gpu.quant.rows import Table
 from gpu.state.view import StepView
+
+IN_MEMORY = "tables in files are read on a CPU"
+"""Of an assertion."""
 
 
 class Kernels(NamedTuple):
@@ -123,15 +127,17 @@ class TritonOps:
         """See `Ops.for_samples`."""
         return TritonOps(self._view, self._kernels, samples=True)
 
-    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
+    def embed(self, table: Table, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
         """See `Ops.embed`. Padded ids are in bounds, and their rows unused."""
+        assert isinstance(table, Tensor), IN_MEMORY
         found = torch.index_select(table, 0, ids)
         if lora is not None and self._adapters is not None:
             embed(ids, lora, self._adapters, found, pdl=self._kernels.pdl)
         return found
 
-    def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
+    def embed_beside(self, table: Table, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
         """See `Ops.embed_beside`: one launch."""
+        assert isinstance(table, Tensor), IN_MEMORY
         weights, eps = (None, 0.0) if norms is None else (norms[:2], norms[2])
         rows, pdl = self.num_rows, self._kernels.pdl
         return embed_beside(table, ids, hidden, weights, eps, num_rows=rows, pdl=pdl)

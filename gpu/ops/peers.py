@@ -6,9 +6,10 @@ from torch import Tensor
 
 from gpu.lora import LoraMatrix
 from gpu.ops.base import Part
-from gpu.ops.fused import TritonOps
+from gpu.ops.fused import IN_MEMORY, TritonOps
 from gpu.ops.ranks import RankOps
 from gpu.peers import PeerRank
+from gpu.quant.rows import Table
 
 
 class PeerOps(RankOps):
@@ -23,11 +24,12 @@ class PeerOps(RankOps):
         """See `Ops.for_samples`."""
         return PeerOps(self._kernels.for_samples(), self._peer, self._vocab)
 
-    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
+    def embed(self, table: Table, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
         """See `Ops.embed`: one launch where no adapter changes the table."""
         own = self._kernels
         if len(table) >= self._vocab or (lora is not None and own.adapts):
             return super().embed(table, ids, lora)
+        assert isinstance(table, Tensor), IN_MEMORY
         return self._peer.embed(table, ids, own.num_rows, own.pdl)
 
     def add_rms_norm(

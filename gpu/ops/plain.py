@@ -15,7 +15,8 @@ from gpu.attention.backend import TorchBackend
 from gpu.experts import Choice, Experts
 from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, Rotation, WideNorms
-from gpu.quant import int4, int8, mxfp4
+from gpu.quant import int4, mxfp4
+from gpu.quant.rows import Table
 from gpu.quant.scaled import INT8, integer_sums, quantise, quantise_groups, restore
 from gpu.state.view import StepView
 
@@ -48,16 +49,16 @@ class TorchOps:
         adapters = self._view.adapters
         return self if adapters is None else TorchOps(self._view, self._attention, adapters.samples)
 
-    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
+    def embed(self, table: Table, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
         """See `Ops.embed`."""
-        found = int8.gather(table, ids)
+        found = table[ids]
         if lora is not None and self._rows is not None:
             LORA.embed(ids, lora, self._rows, found)
         return found
 
-    def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
+    def embed_beside(self, table: Table, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
         """See `Ops.embed_beside`."""
-        pair = [int8.gather(table, ids), hidden]
+        pair = [table[ids], hidden]
         if norms is not None:
             *weights, eps = norms
             pair = [_normed(x, w, eps) for x, w in zip(pair, weights, strict=True)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpu.lora import LoraMatrix
 from gpu.ops.base import Ops, PairNorms, Part, WideNorms
+from gpu.quant.rows import Table
 from gpu.ranks import Rank
 
 
@@ -32,7 +33,7 @@ class TableOps:
         """See `Ops.for_samples`."""
         return type(self)(self._own.for_samples(), self._rank, self._vocab)
 
-    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
+    def embed(self, table: Table, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
         """See `Ops.embed`. A table of fewer rows than the vocabulary is the rank's part of one."""
         if len(table) >= self._vocab:
             return self._own.embed(table, ids, lora)
@@ -41,7 +42,7 @@ class TableOps:
         found = self._own.embed(table, local.masked_fill(outside, 0), lora)
         return self._rank.reduce_sum(found.masked_fill_(outside[:, None], 0))
 
-    def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
+    def embed_beside(self, table: Table, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
         """See `Ops.embed_beside`."""
         if len(table) >= self._vocab:
             return self._own.embed_beside(table, ids, hidden, norms)

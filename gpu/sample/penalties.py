@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpu.device import zeros
 from gpu.sample.select import where
 
 
@@ -27,8 +28,8 @@ class Counts:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._generated = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
-        self._seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
+        self._generated = zeros((num_rows, vocab_size), torch.int32, device)
+        self._seen = zeros((num_rows, vocab_size), torch.bool, device)
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from core.plan import MASKED_DRAFTS, NewSlot, RowLogprobs, StepPlan
 from core.request.params import SamplingParams
 from core.types import NO_TOKENS, Ints
+from gpu.device import zeros
 from gpu.grammar.matchers import Masks
 from gpu.sample.kernels import MaskRows, SamplingKernels
 from gpu.sample.logprobs import LogprobBlock, LogprobRows, launch_block, read_block
@@ -138,14 +139,14 @@ class SamplingStage:
         self._processors = Processors(processors)
         self._options = SlotOptions(slots)
         self._tokens = token_tables(slots, where)
-        self._logits = torch.zeros(rows, vocab, dtype=torch.float32, device=where)
+        self._logits = zeros((rows, vocab), torch.float32, where)
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=where)
         tables = device.rows.tables
         masks = slots - 1 + min((slots - 1) * tables.most_drafts, MASKED_DRAFTS)
         # Behind the rows of `which` there is one for masks of drafts that are not verified.
         self._masks = MaskRows(
             torch.full((rows + 1,), -1, dtype=torch.int32, device=where),
-            torch.zeros(masks, -(-vocab // 32), dtype=torch.int32, device=where),
+            zeros((masks, -(-vocab // 32)), torch.int32, where),
         )
         self._masked = False
         """Whether a row has a mask there."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -17,6 +20,7 @@ from core.models import Int4
 from core.models.quant import MXFP4_GROUP
 from gpu.quant import mxfp4
 from gpu.quant.mxfp4 import restore
+from gpu.quant.rows import FileRows, Restore
 from gpu.quant.scaled import EIGHT_BITS
 from gpu.thread import device_thread
 from gpu.weights.experts import Stack
@@ -225,6 +229,36 @@ def open_file(path: Path) -> safe_open:
         raise ModelError(
             f"{path} is truncated or not a safetensors file ({error}): fetch it again."
         ) from error
+
+
+def table_in_files(directory: Path) -> FileRows | None:
+    """The embedding of a Hugging Face directory, left in its file; None where it is quantised. Raises
+    `ModelError`."""
+    files = names_by_file(directory)
+    found = [
+        (path, name)
+        for path, names in files.items()
+        for name in names
+        if name.endswith("embed_tokens.weight") and ".layers." not in name
+    ]
+    if len(found) != 1:
+        return None
+    (path, name) = found[0]
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        entry = json.loads(file.read(size))[name]
+    (rows, inputs), (first, last) = entry["shape"], entry["data_offsets"]
+    restore = _RESTORED.get(entry["dtype"])
+    if restore is None:
+        return None
+    return FileRows(path, 8 + size + first, (last - first) // rows, (rows, inputs), restore)
+
+
+_RESTORED: Mapping[str, Restore] = {
+    "F32": lambda read: read.view(np.float32),
+    "F16": lambda read: read.view(np.float16),
+    "BF16": lambda read: (read.view(np.uint16).astype(np.uint32) << 16).view(np.float32),
+}
 
 
 def names_by_file(directory: Path) -> dict[Path, list[str]]:

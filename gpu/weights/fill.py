@@ -213,7 +213,7 @@ class Filler:
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
         part, place = self._slices.get(name), self._places[name]
-        for first, slab in matrix.slabs():
+        for first, slab in matrix.slabs() if len(place) else ():  # of nothing is dequantised
             rows, at = slab.floats(), first
             if part is not None and part.dim == 1:
                 rows = part.of(rows)

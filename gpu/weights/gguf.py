@@ -22,6 +22,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderTensor, 
 from core.errors import ModelError
 from core.models.gguf import FACTORS, check_parts, gguf_config, gguf_facts, gguf_parts
 from gpu.quant import mxfp4
+from gpu.quant.rows import FileRows
 from gpu.weights.files import Progress, Task, run_tasks
 from gpu.weights.fill import Filler
 
@@ -108,8 +109,8 @@ _PERMUTED = ("granite", "llama", "smollm3")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 """A layer's tensor: its layer, and its name there."""
 
-_SLAB = 2**20
-"""Numbers that are dequantised at once: some 20 MiB in passing, in each of the reading threads."""
+_SLAB = 2**18
+"""Numbers that are dequantised at once: some 5 MiB in passing, in each of the reading threads."""
 
 _RUN = 16
 """Tensors per task of the reading threads."""
@@ -204,7 +205,9 @@ class _Matrix(NamedTuple):
         """Yield the matrix in blocks of outputs, each with the index of its first output."""
         step = max(_SLAB // self.inputs, 1)
         for first in range(0, len(self.rows), step):
-            yield first, self.part(0, first, step)
+            slab = self.part(0, first, step)
+            yield first, slab
+            _release(slab.rows)
 
     def floats(self) -> torch.Tensor:
         """float32 [outputs, inputs]. Raises `ModelError` for an unknown format."""
@@ -359,6 +362,25 @@ class _Heads(NamedTuple):
         return torch.cat([part.view(self.keys, -1, qkv.shape[1]) for part in parts], 1).flatten(0, 1)
 
 
+def table_of_gguf(path: Path) -> FileRows:
+    """The embedding of a file, or of one of a split one's, left there. Raises `ModelError`."""
+    for file in map(path.with_name, gguf_parts(path.name)):
+        _, tensors = _open_one(file)
+        found = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
+        if found is not None:
+            return _file_rows(file, found)
+    raise ModelError(f"{path} has no token_embd.weight.")
+
+
+def _file_rows(path: Path, tensor: ReaderTensor) -> FileRows:
+    name, kind, (inputs, rows) = tensor.name, tensor.tensor_type, tensor.shape.tolist()
+
+    def restore(read: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, Any]:
+        return _Matrix(name, kind, read, inputs).floats().numpy()
+
+    return FileRows(path, int(tensor.data_offset), int(tensor.n_bytes) // rows, (rows, inputs), restore)
+
+
 def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: Progress) -> None:
     """Dequantise every tensor into its place. Raises `ModelError` for a file that cannot be read."""
     fields, found = _open(path)
@@ -370,15 +392,16 @@ def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: P
     run_tasks(tasks, len(tensors), device, progress)
 
 
-def _release(tensor: ReaderTensor) -> None:
-    """Take the pages of a tensor that was read out of the process's memory: or the whole file would lie there
-    beside the weights."""
-    mapped = tensor.data
+def _release(read: np.ndarray[Any, Any]) -> None:
+    """Take the pages of what was read of the mapped file out of the process's memory: or the whole file would
+    lie there beside the weights. Nothing for a copy."""
+    mapped: Any = read
     while isinstance(mapped, np.ndarray):
-        mapped = mapped.base
+        whole, mapped = mapped, mapped.base
     if isinstance(mapped, mmap.mmap) and hasattr(mapped, "madvise"):
-        first = tensor.data_offset // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, first, tensor.data_offset + tensor.n_bytes - first)
+        first = read.ctypes.data - whole.ctypes.data
+        page = first // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, page, first + read.nbytes - page)
 
 
 def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], layout: _Layout) -> Task:
@@ -390,7 +413,7 @@ def _reader(filler: Filler, named: list[tuple[str, ReaderTensor]], layout: _Layo
                 raise ModelError(f"Cannot read {tensor.name} of the GGUF file: {error}.") from error
             for place, rows in found:
                 _put(filler, place, tensor.name, rows)
-            _release(tensor)
+            _release(tensor.data)
             tick()
 
     return read

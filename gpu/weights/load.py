@@ -12,12 +12,13 @@ from gpu.layers.delta import GATED_NORM
 from gpu.models.base import CausalModel
 from gpu.models.bert import Bert
 from gpu.models.decoder import Decoder
+from gpu.quant.rows import FileRows
 from gpu.shard import ALONE, Shard
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
-from gpu.weights.files import Progress, fill_from_safetensors, names_by_file
+from gpu.weights.files import Progress, fill_from_safetensors, names_by_file, table_in_files
 from gpu.weights.fill import Filler, Names
-from gpu.weights.gguf import fill_from_gguf
+from gpu.weights.gguf import fill_from_gguf, table_of_gguf
 from gpu.weights.stage import copier
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,11 @@ def load_model(
         return _through_transformers(spec, source, dtype, device, progress)
     family = family_of(spec.architecture)
     with device_thread(device):
-        model = Bert(spec, dtype, device) if spec.encoder else Decoder(spec, dtype, device, shard)
+        model: CausalModel
+        if spec.encoder:
+            model = Bert(spec, dtype, device)
+        else:
+            model = Decoder(spec, dtype, device, shard, _table(spec, source))
         places = model.places()
         if source is None:
             fill_dummy(places, device, model.slices)
@@ -67,6 +72,13 @@ def load_model(
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
             torch.cuda.empty_cache()  # what was quantised in passing
         return model
+
+
+def _table(spec: ModelSpec, source: Path | None) -> FileRows | None:
+    """The embedding where it stays in its file: that of a quantised checkpoint on a CPU."""
+    if not spec.int8 or source is None:
+        return None
+    return table_of_gguf(source) if source.suffix == ".gguf" else table_in_files(source)
 
 
 def _tell_skipped(skipped: list[str], architecture: str, further: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from core.adapters import LINEAR, AdapterLimits
 from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from core.errors import ModelError
 from core.models import ModelSpec
 from core.request import SamplingParams
 from gpu.build import Beside, build_executor, spec_of
@@ -24,6 +25,7 @@ from gpu.memory import plan_memory
 from gpu.models.base import CausalModel
 from gpu.parts import Target
 from gpu.quant import int8, scaled
+from gpu.quant.rows import FileRows
 from gpu.shard import Shard
 from gpu.weight_formats import choose_int8, shard_spec
 from gpu.weights import load_model
@@ -91,17 +93,6 @@ def test_what_is_no_number_stays_none() -> None:
     assert found[::2].isfinite().all()
 
 
-def test_rows_of_a_table() -> None:
-    table, numbers, scale = int8.new_table(50, 24, CPU)
-    weight = torch.randn(50, 24)
-    int8.store(numbers, scale, weight)
-    ids = torch.tensor([49, 0, 7, 7])
-    assert len(table) == 50
-    assert torch.equal(int8.gather(table, ids), scaled.restore(numbers, scale)[ids])
-    torch.testing.assert_close(int8.gather(table, ids), weight[ids], atol=4 / 254, rtol=0)
-    assert torch.equal(int8.gather(weight, ids), weight[ids])
-
-
 # -- loading ------------------------------------------------------------------------------------------
 
 
@@ -131,7 +122,12 @@ def test_matrices_of_a_gguf_and_its_tables(
     want = load_model(spec_of(file), file, torch.float32, CPU).places()
     monkeypatch.setattr("gpu.weights.gguf._SLAB", 3 * 128)
     monkeypatch.setattr("gpu.quant.int8.SLAB", 2 * 128)
-    places = load_model(held(file), file, torch.float32, CPU).places()
+    model = load_model(held(file), file, torch.float32, CPU)
+    places = model.places()
+    table = want.pop("model.embed_tokens.weight")
+    ids = torch.tensor([len(table) - 1, 0, 7, 7])
+    assert torch.equal(model.embedding[ids], table[ids])
+    assert not len(model.embedding[ids[:0]])
     for name, weight in want.items():
         if weight.dim() == 1:
             assert torch.equal(places[name], weight)
@@ -168,27 +164,56 @@ def linears(model: CausalModel) -> list[Linear]:
 
 
 def bytes_of(model: CausalModel) -> int:
-    """Of what a sealed model multiplies by and gathers from. An opaque matrix has those of its shape."""
+    """Of what a sealed model multiplies by. An opaque matrix has those of its shape."""
     matrices = [linear.matrix.weight for linear in linears(model)]
-    return sum(each.numel() * each.element_size() for each in (*matrices, model.embedding))
+    return sum(each.numel() * each.element_size() for each in matrices)
 
 
-def test_no_copy_in_32_bits_stays(tmp_path: Path) -> None:
-    file = gguf_of("llama", tmp_path)
-    model = load_model(held(file), file, torch.float32, CPU)
+def tied_gguf(folder: Path) -> Path:
+    return gguf_of("llama", folder, tie_word_embeddings=True)
+
+
+def tied_fp8(folder: Path) -> Path:
+    path = tiny_model.build("llama", folder / "hf", **SIZES, tie_word_embeddings=True).path
+    quantised(path, per_channel, "_scale", {"quant_method": "fbgemm_fp8"})
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(gguf_of, "llama"), awq, tied_gguf, tied_fp8],
+    ids=lambda make: getattr(make, "__name__", "gguf"),
+)
+def test_a_table_is_held_once(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """As the head, in 8 bits of a .gguf file. The embedding, shared with it or not, stays in its file, and no
+    other matrix in 32 bits either."""
+    path = make(tmp_path)
+    model = load_model(held(path), path, torch.float32, CPU)
     model.seal()
     assert not model.places()
-    assert {linear.matrix.weight.dtype for linear in linears(model)} == {torch.int8}
-    spec = model.spec
-    assert bytes_of(model) == spec.num_parameters() + 4 * spec.vocab_size
+    assert isinstance(model.embedding, FileRows)
+    spec, table = model.spec, model.spec.vocab_size * model.spec.hidden
+    layers = spec.num_parameters() - spec.table_parameters()
+    assert bytes_of(model) == layers + table * (1 if spec.stored_gguf else 4)
     plan = plan_memory(spec, torch.float32, CacheConfig(kv_tokens=64), 2**30, 64)
-    assert (plan.weight_dtype, plan.weights) == ("int8", spec.num_parameters())
+    assert (plan.weight_dtype, plan.weights) == ("int8", bytes_of(model))
 
 
-def test_random_weights(tmp_path: Path) -> None:
+def test_a_file_that_was_cut(tmp_path: Path) -> None:
+    """While it is served: an error that names it."""
     file = gguf_of("llama", tmp_path)
+    table = load_model(held(file), file, torch.float32, CPU).embedding
+    with file.open("r+b") as opened:
+        opened.truncate(1000)
+    with pytest.raises(ModelError, match=r"tiny\.gguf was cut while it is served"):
+        table[torch.tensor([5])]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_random_weights(tied: bool, tmp_path: Path) -> None:
+    file = gguf_of("llama", tmp_path, tie_word_embeddings=tied)
     places = load_model(held(file), None, torch.float32, CPU).places()
-    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
+    for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):
         assert 0.015 < float(scaled.restore(places[name], places[name + "_scale"]).std()) < 0.025
 
 
