@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,6 +55,8 @@ class Experts(NamedTuple):
     biases       [experts, 2 * width] and [experts, hidden], where there are any; of ranks the first adds the
                  second one alone
     clamped      how gate and up are joined; None: activation(gate) · up
+    matrices     w13 and w2 on a CPU in 8 bits, a matrix of `gpu.quant.int8.pack` for each expert; the two
+                 tensors are empty then
     """
 
     w13: Tensor
@@ -66,6 +69,7 @@ class Experts(NamedTuple):
     biases: tuple[Tensor, Tensor | None] | None = None
     clamped: ClampedGate | None = None
     choice: Choice = PLAIN
+    matrices: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
 
     @property
     def is_packed(self) -> bool:

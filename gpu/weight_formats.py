@@ -79,9 +79,10 @@ def choose_mxfp4(spec: ModelSpec, model: ModelConfig, target: Target) -> Mxfp4 |
 
 def choose_int8(spec: ModelSpec, model: ModelConfig, target: Target) -> bool:
     """Whether matrices that the checkpoint has quantised, in whatever format, have 8 bits on a CPU. Elsewhere
-    they are dequantised while loading, as experts and what makes latents are."""
+    they are dequantised while loading, as models over latents are."""
     stored = spec.stored_gguf or spec.stored_int4 is not None or bool(spec.stored_fp8)
-    ours = spec.causal and not spec.transformers and spec.moe is None and spec.latent is None
+    stored = stored or spec.stored_mxfp4 is not None
+    ours = spec.causal and not spec.transformers and spec.latent is None
     ours = ours and model.quantization == "auto" and target.dtype == torch.float32
     return stored and ours and target.device.type == "cpu" and int8.runs_here()
 

@@ -15,9 +15,9 @@ from gpu.layers.linear import Linear, gated_mlp
 from gpu.layers.parameters import Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Part
-from gpu.quant import mxfp4
+from gpu.quant import int8, mxfp4
 from gpu.quant.int4 import WORD
-from gpu.quant.scaled import dtype_of, scale_shape
+from gpu.quant.scaled import INT8, dtype_of, scale_shape
 from gpu.shard import COLUMN, ROW
 
 
@@ -67,6 +67,8 @@ class SparseMlp:
         )
         if w13.dtype == torch.uint8:
             parameters.seals.append(self._pack)
+        elif spec.int8:
+            parameters.seals.append(self._pack_int8)
         _place(self._experts, f"{prefix}experts.", parameters)
         if moe.stacked:
             return  # PEFT's adapters of such tensors have B in the order of their outputs, which differs here
@@ -93,6 +95,13 @@ class SparseMlp:
         if w13.is_cuda:
             torch.cuda.empty_cache()  # else the free memory that is measured next lacks the former layout's
 
+    def _pack_int8(self) -> None:
+        """Lay weights of 8 bits out for a CPU, an expert at a time."""
+        own = self._experts
+        packed = [int8.pack(each) for each in own.w13], [int8.pack(each) for each in own.w2]
+        empty = own.w13.new_empty(0)
+        self._experts = own._replace(w13=empty, w2=empty, matrices=packed)
+
     def _adapt_up(self, lora: LoraMatrix) -> None:
         self._experts = self._experts._replace(lora=self._experts.lora._replace(up=lora))
 
@@ -112,8 +121,8 @@ def _weights(
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """w13, w2 and scales of `Experts`, uninitialised.
 
-    They are left plain when the weights are final: packing 3 × experts small matrices a layer would lose the
-    one tensor that grouped kernels want."""
+    They are left plain when the weights are final, but for 8 bits on a CPU: packing 3 × experts small
+    matrices a layer would lose the one tensor that grouped kernels want."""
     dtype, device, scales, share = parameters.dtype, parameters.device, None, 1
     sizes = (2 * moe.intermediate, spec.hidden), (spec.hidden, moe.intermediate)
 
@@ -123,6 +132,9 @@ def _weights(
     if shapes := expert_scales(spec, moe):
         up, down = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
         dtype, scales = dtype_of(spec.eight_bits), (up, down)
+    elif spec.int8:
+        up, down = (empty((outputs,), torch.float32) for outputs, _ in sizes)
+        dtype, scales = INT8, (up, down)
     elif spec.mxfp4 is not None and spec.mxfp4.has(prefix.removesuffix(".")):
         up, down = (empty((outputs, inputs // MXFP4_GROUP), torch.uint8) for outputs, inputs in sizes)
         dtype, scales, share = torch.uint8, (up, down), 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from gpu.attention.backend import TorchBackend
 from gpu.experts import Choice, Experts
 from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, Rotation, WideNorms
-from gpu.quant import int4, mxfp4
+from gpu.quant import int4, int8, mxfp4
 from gpu.quant.rows import Table
 from gpu.quant.scaled import INT8, integer_sums, quantise, quantise_groups, restore
 from gpu.state.view import StepView
@@ -232,11 +232,12 @@ def run_experts(x: Tensor, logits: Tensor, experts: Experts, rows: LoraRows | No
     weights, chosen = route(logits, experts)
     up, down = experts.scales or (None, None)
     up_bias, down_bias = experts.biases or (None, None)
-    both = _by_expert(x, chosen, experts.w13, up, up_bias)
+    w13, w2 = experts.matrices or (experts.w13, experts.w2)
+    both = _by_expert(x, chosen, w13, up, up_bias)
     if rows is not None:
         _add_to_pairs(x, chosen, experts.lora.up, rows, both)
     hidden = _clamped_gate(both, clamped) if (clamped := experts.clamped) else gate(both, experts.activation)
-    parts = _by_expert(hidden, chosen, experts.w2, down, down_bias)
+    parts = _by_expert(hidden, chosen, w2, down, down_bias)
     if rows is not None:
         _add_to_pairs(hidden, chosen, experts.lora.down, rows, parts)
     return (parts.view(*weights.shape, parts.shape[1]) * weights.unsqueeze(2)).sum(1).to(x.dtype)
@@ -249,14 +250,14 @@ def _add_to_pairs(x: Tensor, chosen: Tensor, lora: LoraMatrix | None, rows: Lora
 
 
 def _by_expert(
-    x: Tensor, chosen: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
+    x: Tensor, chosen: Tensor, weight: Tensor | Sequence[Tensor], scale: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Products [n * k, outputs] of each pair of a row and one of its experts, `chosen` [n, k], with the
     expert's `weight`; `x` has a row for each k pairs or for each pair."""
     # Pairs sorted by expert: each expert's become one contiguous run.
     order = chosen.flatten().argsort()
     counts = torch.bincount(chosen.flatten(), minlength=len(weight)).tolist()
-    out = x.new_empty(len(order), weight.shape[1])
+    out = x.new_empty(len(order), weight[0].shape[1 if weight[0].is_mkldnn else 0])
     each = len(order) // max(len(x), 1)
     first = 0
     for expert, count in enumerate(counts):
@@ -266,7 +267,10 @@ def _by_expert(
             more, by = (None if each is None else each[expert] for each in (bias, scale))
             if by is not None and own.dtype == torch.int16:
                 own, by = _restored(own, by, x.shape[1]).to(x.dtype), None
-            out[pairs] = F.linear(rows, own, more) if by is None else product(rows, own, by, more)
+            if by is None:
+                out[pairs] = F.linear(rows, own, more)
+            else:
+                out[pairs] = (int8.product if own.is_mkldnn else product)(rows, own, by, more)
             first += count
     return out
 

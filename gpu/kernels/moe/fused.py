@@ -63,7 +63,7 @@ def fused_moe(
             return total
         residual, norm, eps = after
         return rms_norm(total, norm, eps, residual=residual, keep=keep, num_rows=num_rows, pdl=pdl)
-    w13, w2, top_k, renormalise, _, scales, lora, biases, clamped, choice = experts
+    w13, w2, top_k, renormalise, _, scales, lora, biases, clamped, choice, _ = experts
     routing, tiles = route(
         logits, top_k, config.block_m, renormalise=renormalise, choice=choice, num_rows=num_rows, pdl=pdl
     )
