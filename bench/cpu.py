@@ -2,6 +2,7 @@
 
     python -m bench.cpu            alone, into bench/results/cpu.json
     python -m bench.cpu --loaded   beside busy processes, into bench/results/cpu-loaded.json
+    python -m bench.cpu --dtypes   float32 and bfloat16, into bench/results/cpu-dtypes.json
 
 `--loaded`: one stream, alone and beside one busy process and one for each core, with the server's threads as
 they are by default, with those that spin as long as the OpenMP library has them by itself (300,000 looks),
@@ -11,6 +12,9 @@ Both run fp32, prompts of random token ids and the same number of greedy tokens,
 same cores. Bias: `transformers` has random weights of the same shapes, which cost the same; it runs without
 HTTP, and Loom's client uses a share of the cores. `transformers` serves concurrent requests one after the
 other, so its throughput is that of a single stream.
+
+`--dtypes`: servers of one thread each, that answer in turn, as `bench.llama` compares them: tokens per second
+of the server's CPU time, which other load changes least.
 """
 
 from __future__ import annotations
@@ -24,13 +28,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from app.checkpoint.checkpoint import resolve
+from bench import llama
+from bench.llama import LONG, STREAMS, TOKENS, rate, started
 from bench.load.client import Target
 from bench.load.pool import Job, Pool
 from bench.load.records import Record
@@ -53,6 +59,8 @@ WAITS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """How a server's threads wait for work, by environment variables."""
+_COMMAND = (sys.executable, "-m", "app", "--log-level", "error", "--quantization", "none")
+"""A server of the dequantised model: its file has 4 bits."""
 IDS = {"vocab_low": 1000, "vocab_high": 40_000}
 
 
@@ -62,7 +70,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--loaded", action="store_true", help="beside busy processes")
-    if parser.parse_args().loaded:
+    parser.add_argument("--dtypes", action="store_true", help="float32 and bfloat16")
+    args = parser.parse_args()
+    if args.dtypes:
+        write("cpu-dtypes", {"model": "SmolLM2-135M-Instruct, --quantization none", "found": _dtypes()})
+    elif args.loaded:
         write("cpu-loaded", {"model": "SmolLM2-135M-Instruct, fp32", "tok_s": _loaded()})
     else:
         _alone()
@@ -81,6 +93,27 @@ def _loaded() -> dict[str, dict[str, float]]:
                 found[name][f"{busy} busy"] = round(statistics.median(rates), 1)
                 print(name, found[name], flush=True)
     return found
+
+
+def _dtypes() -> dict[str, dict[str, object]]:
+    """Of each dtype the best of all rounds, and the most memory that the server had."""
+    with ExitStack() as stack:
+        servers = {
+            dtype: stack.enter_context(started([*_COMMAND, "--port", str(port), *more, dtype], port, 1))
+            for dtype, port in (("float32", PORT), ("bfloat16", PORT + 1))
+            for more in [("--kv-tokens", str(TOKENS), "--threads", "1", "--dtype")]
+        }
+        rates: dict[str, dict[str, float]] = {dtype: {} for dtype in servers}
+        for seed in range(ROUNDS):
+            for streams, prompt, output in [*((n, PROMPT, llama.OUTPUT) for n in STREAMS), (1, LONG, 1)]:
+                row = f"{streams} streams" if output > 1 else f"prompt of {prompt}"
+                for dtype, server in servers.items():
+                    _, found = rate(server, streams, prompt, output, IDS["vocab_high"], seed)
+                    rates[dtype][row] = max(round(found, 1), rates[dtype].get(row, 0.0))
+        return {
+            dtype: {"peak_mib": server.peak_mib(), "tok_cpu_s": rates[dtype]}
+            for dtype, server in servers.items()
+        }
 
 
 @contextmanager
@@ -150,8 +183,7 @@ for round in range({ROUNDS} + 1):
 
 @contextmanager
 def _server(variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    command = [sys.executable, "-m", "app", "--port", str(PORT), "--log-level", "error"]
-    command += ["--quantization", "none"]  # the file has 4 bits, and the peer runs float32
+    command = [*_COMMAND, "--port", str(PORT), "--dtype", "float32"]  # as the peer
     server = subprocess.Popen(command, env={**os.environ, **variables})
     try:
         while True:

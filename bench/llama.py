@@ -4,7 +4,8 @@
 
 Both servers are there all the time and answer in turn, so that other load of the machine meets both. Of the
 rounds each row has the most tokens per second of wall time and, which other load changes least, the most per
-second of the server's own CPU time; memory is the most that the process had (VmHWM), its KV cache included.
+second of the server's own CPU time; memory is the most that the process had (VmHWM), all of its KV cache
+included.
 
 Both get the same random token ids, by HTTP, and answer greedily without an end. `--python` is one that has
 xllamacpp. llama.cpp keeps its KV cache in float16, Loom in float32.
@@ -22,11 +23,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,8 +40,18 @@ TOKENS = 8192
 """Of the KV cache."""
 STREAMS = (1, 4, 8)
 PROMPT, OUTPUT, LONG = 64, 32, 256
+FILL = 1024
+"""Tokens of each prompt of those that fill the KV cache at the end, before memory is read."""
 WAIT = 300.0
 """Seconds that a server may take to start."""
+
+DRIFTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "8 bits": {},
+        "bfloat16": {"quantization": "none", "dtype": "bfloat16"},
+    }
+)
+"""What is compared with float32, by settings."""
 
 _PEER = """
 import sys, time, xllamacpp
@@ -100,7 +112,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.drift:
-        write(args.name, {"model": args.model.name, "drift": drift(args.model)})
+        drifts = {name: drift(args.model, **how) for name, how in DRIFTS.items()}
+        write(args.name, {"model": args.model.name, "drift": drifts})
         return
     size, found = args.model.stat().st_size // 2**20, {}
     for threads in map(int, args.threads.split(",")):
@@ -109,12 +122,13 @@ def main() -> None:
         write(args.name, {"model": args.model.name, "file_mib": size, "kv_tokens": TOKENS, "found": found})
 
 
-def drift(model: Path) -> dict[str, float]:
-    """Differences of a text's log-probabilities from those of the dequantised model."""
+def drift(model: Path, **how: Any) -> dict[str, float]:
+    """Differences of a text's log-probabilities, with these settings, from those of the dequantised model in
+    float32."""
     text = (Path(__file__).parents[1] / "README.md").read_text()[:4000]
     found: list[list[float]] = []
-    for quantization in ("auto", "none"):
-        with LLM(str(model), device="cpu", quantization=quantization, kv_tokens=TOKENS) as llm:
+    for each in (how, {"quantization": "none", "dtype": "float32"}):
+        with LLM(str(model), device="cpu", kv_tokens=TOKENS, **each) as llm:
             [output] = llm.generate([text], max_tokens=1, echo=True, logprobs=0)
             found.append(output.choices[0].logprobs["token_logprobs"][1:-1])
     own, exact = (np.array(each) for each in found)
@@ -149,6 +163,9 @@ def measure(model: Path, python: str, threads: int, rounds: int, most: int) -> d
                 each = rates[name].setdefault(f"prompt of {LONG}", [])
                 each.append(rate(server, 1, LONG, 1, most, seed))
             print(threads, rates, flush=True)
+        for server in servers.values():
+            for seed in range(TOKENS // FILL):
+                rate(server, 1, FILL - 1, 1, most, seed)
         return {
             name: {
                 "ready_s": round(server.ready_s, 1),

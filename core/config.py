@@ -52,7 +52,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        "auto: float32 on a CPU, the checkpoint's on a GPU, but bfloat16 for text generation from float32",
+        "auto: the checkpoint's on a GPU, but bfloat16 for text generation from float32; float32 on a CPU, "
+        "but bfloat16 for text generation from bfloat16 if the CPU multiplies it (AMX, AVX-512)",
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "fp8", "fp8-blocks", "int8"],

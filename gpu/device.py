@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -74,6 +75,12 @@ def choose_device(wanted: str, facts: CudaFacts, gpu: int = 0) -> torch.device:
     if facts.reason:
         raise ConfigError(f"--device cuda: {facts.reason}. --device cpu runs without one.")
     return torch.device("cuda", gpu)
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has products of bfloat16 (AVX-512, AMX), which it would do in float32 otherwise."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -77,11 +77,16 @@ def choose_mxfp4(spec: ModelSpec, model: ModelConfig, target: Target) -> Mxfp4 |
     return spec.stored_mxfp4 if runs and model.quantization == "auto" else None
 
 
+def is_quantised(spec: ModelSpec) -> bool:
+    """Whether the checkpoint is."""
+    stored = spec.stored_fp8, spec.stored_int4, spec.stored_w8a8, spec.stored_mxfp4, spec.stored_gguf
+    return any(each not in ("", None, False) for each in stored)
+
+
 def choose_int8(spec: ModelSpec, model: ModelConfig, target: Target) -> bool:
     """Whether matrices that the checkpoint has quantised, in whatever format, have 8 bits on a CPU. Elsewhere
     they are dequantised while loading, as models over latents are."""
-    stored = spec.stored_gguf or spec.stored_int4 is not None or bool(spec.stored_fp8)
-    stored = stored or spec.stored_mxfp4 is not None
+    stored = is_quantised(spec) and spec.stored_w8a8 is None
     ours = spec.causal and not spec.transformers and spec.latent is None
     ours = ours and model.quantization == "auto" and target.dtype == torch.float32
     return stored and ours and target.device.type == "cpu" and int8.runs_here()

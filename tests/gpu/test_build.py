@@ -12,7 +12,7 @@ import torch
 
 from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.errors import ConfigError
-from core.models.spec import EncoderSpec
+from core.models.spec import W8A8, EncoderSpec
 from core.plan import Chunk, NewSlot, PageWrites, StepFailure, StepPlan, StepResult
 from core.types import NO_TOKENS
 from gpu.build import Beside, build_executor, check_pages, spec_of
@@ -51,7 +51,10 @@ def test_capabilities_say_what_was_built(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "checkpoint", "task", "device", "chosen"),
     [
-        ("auto", "bfloat16", "generate", "cpu", torch.float32),
+        ("auto", "bfloat16", "generate", "cpu", torch.bfloat16),
+        ("auto", "bfloat16", "embed", "cpu", torch.float32),
+        ("auto", "float16", "generate", "cpu", torch.float32),
+        ("float32", "bfloat16", "generate", "cpu", torch.float32),
         ("auto", "float16", "generate", "cuda", torch.float16),
         ("auto", "float32", "generate", "cuda", torch.bfloat16),
         ("auto", "float32", "embed", "cuda", torch.float32),
@@ -60,10 +63,30 @@ def test_capabilities_say_what_was_built(path: Path) -> None:
     ],
 )
 def test_the_dtype_of_the_computation(
-    path: Path, name: str, checkpoint: str, task: str, device: str, chosen: torch.dtype
+    path: Path,
+    name: Any,
+    checkpoint: str,
+    task: str,
+    device: str,
+    chosen: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """On a CPU with products of bfloat16."""
+    monkeypatch.setattr("gpu.targets.multiplies_bfloat16", lambda: True)
     spec = msgspec.structs.replace(spec_of(path), dtype=checkpoint, task=task)
-    assert choose_dtype(name, spec, torch.device(device)) == chosen
+    assert choose_dtype(ModelConfig(dtype=name), spec, torch.device(device)) == chosen
+
+
+def test_what_a_cpu_computes_in_float32(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the checkpoint has bfloat16: what is quantised, or will be, and all where it has no products."""
+    cpu, spec = torch.device("cpu"), msgspec.structs.replace(spec_of(path), dtype="bfloat16")
+    for has in (True, False):
+        monkeypatch.setattr("gpu.targets.multiplies_bfloat16", lambda has=has: has)
+        assert choose_dtype(ModelConfig(), spec, cpu) == (torch.bfloat16 if has else torch.float32)
+        assert choose_dtype(ModelConfig(quantization="int8"), spec, cpu) == torch.float32
+        for stored in ({"stored_gguf": True}, {"stored_fp8": "rows"}, {"stored_w8a8": W8A8()}):
+            own = msgspec.structs.replace(spec, **stored)
+            assert choose_dtype(ModelConfig(), own, cpu) == torch.float32
 
 
 def test_longrope_stretches_as_much_as_the_context_needs(tmp_path: Path) -> None:

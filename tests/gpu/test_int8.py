@@ -1,4 +1,4 @@
-"""Quantised checkpoints on a CPU: products of 8 bits, and whole models that keep them."""
+"""What a CPU computes in: quantised checkpoints in 8 bits, products and whole models, others in bfloat16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from core.errors import ModelError
 from core.models import ModelSpec
 from core.request import SamplingParams
 from gpu.build import Beside, build_executor, spec_of
-from gpu.device import CudaFacts
+from gpu.device import CudaFacts, multiplies_bfloat16
 from gpu.layers import Linear
 from gpu.memory import plan_memory
 from gpu.models.base import CausalModel
@@ -236,16 +236,25 @@ MEAN, MOST = 0.1, 0.6
 """Of the difference of a prompt token's log-probability, over a prompt and at most."""
 
 
+EXACT = ModelConfig(device="cpu", quantization="none", dtype="float32")
+AUTO = ModelConfig(device="cpu")
+
+
 def answers(
-    path: Path, exact: bool, tp: int = 1, adapter: Path | None = None, then: Path | None = None
+    path: Path,
+    model: ModelConfig,
+    tp: int = 1,
+    adapter: Path | None = None,
+    then: Path | None = None,
+    says: str = "int8",
 ) -> list[Answer]:
-    """Of prompts in chunks beside decode rows; of the weights of `then` where that is given."""
+    """Of prompts in chunks beside decode rows, with weights held as it `says`; of those of `then` where that
+    is given."""
     schedule = ScheduleConfig(step_tokens=32, max_running=4)
     beside = Beside(parallel=ParallelConfig(tp=tp), adapters=None if adapter is None else LIMITS)
-    model = ModelConfig(device="cpu", quantization="none" if exact else "auto")
     cache = CacheConfig(page_size=4, kv_tokens=2048)
     made = build_executor(spec_of(path), path, model, cache, schedule, lambda stage, share: None, beside)
-    assert made.capabilities.weight_dtype == ("float32" if exact else "int8")
+    assert made.capabilities.weight_dtype == ("float32" if model is EXACT else says)
     made.prepare(lambda share: None)
     driver = Driver(made, schedule)
     try:
@@ -359,7 +368,32 @@ def test_text_is_that_of_the_dequantised_model(
 ) -> None:
     path = make(tmp_path)
     adapter = lora.save(lora.adapter_for(path), tmp_path / "lora") if adapts else None
-    alike(answers(path, False, tp, adapter), answers(path, True, adapter=adapter))
+    alike(answers(path, AUTO, tp, adapter), answers(path, EXACT, adapter=adapter))
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no products of bfloat16")
+@pytest.mark.parametrize("variant", ["llama-tied-bias", "qwen3-moe"])
+def test_text_in_bfloat16_is_that_in_float32(variant: str, tmp_path: Path) -> None:
+    """Of a checkpoint in bfloat16, without being asked for it; matrices large enough to be packed."""
+    wide = {**SIZES, "hidden_size": 256, "intermediate_size": 512}
+    more = {**ALL, "num_experts": 4} if "moe" in variant else {}
+    tiny = tiny_model.build(variant, tmp_path / "hf", **wide, **more)
+    path = tmp_path / "bfloat16"
+    tiny.reference.bfloat16().save_pretrained(path)
+    found = answers(path, ModelConfig(device="cpu"), says="bfloat16")
+    alike(found, answers(path, EXACT))
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no products of bfloat16")
+def test_logits_in_bfloat16_are_not_rounded() -> None:
+    """Those of a packed head are the sums, as on a GPU: rounded to bfloat16 neighbours would be ties."""
+    head = Linear(512, {"lm_head": 1024}, torch.bfloat16, CPU)
+    torch.manual_seed(0)
+    weight = torch.randn(1024, 512).bfloat16()
+    head.matrix.weight.copy_(weight)
+    head.seal()
+    x = torch.randn(3, 512).bfloat16()
+    torch.testing.assert_close(head.to_float32(x), x.float() @ weight.float().t(), atol=2e-3, rtol=0)
 
 
 def test_other_weights(tmp_path: Path) -> None:
@@ -369,6 +403,6 @@ def test_other_weights(tmp_path: Path) -> None:
     for weight in reference.parameters():
         weight.data.mul_(-1)
     gguf_file.write(other, "llama", reference, True)
-    want = answers(other, True)
-    assert [each.tokens for each in answers(one, True)] != [each.tokens for each in want]
-    alike(answers(one, False, then=other), want)
+    want = answers(other, EXACT)
+    assert [each.tokens for each in answers(one, EXACT)] != [each.tokens for each in want]
+    alike(answers(one, AUTO, then=other), want)
