@@ -92,7 +92,8 @@ class Linear:
     def rows(self) -> int:
         """Of how many rows a product is that is done in parts anyway; 0: of one that is not. Adapters know
         the step's rows, not those of a part."""
-        return int8.ROWS if self._packs_int8 and self.matrix.lora is None else 0
+        parts = self._packs_int8 and self.matrix.lora is None
+        return int8.rows_at_once(sum(self._parts.values())) if parts else 0
 
     def adapt(self, lora: LoraMatrix) -> None:
         """Add this in steps with adapters."""

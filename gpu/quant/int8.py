@@ -28,10 +28,12 @@ DIGIT = 63
 LEAST = 1e-30
 """Lower bound of a row's largest number, so that rows of zeros have a scale."""
 
-ROWS = 64
-"""Rows of a product at once. The products of both digits lie beside each other before they are added: those
-of a long prompt would take more memory than the weights, and leave the cache. 256 rows by 17,920 x 1,536
-weights took 21 ms so on one core, 42 in one go."""
+LEAST_ROWS, ROWS = 64, 256
+NUMBERS = 2**20
+"""Rows of a product at once, and its numbers where there are more than the fewest rows. The products of both
+digits lie beside each other before they are added: those of a long prompt would take more memory than the
+weights, and leave the cache. 256 rows by 17,920 x 1,536 weights took 21 ms of one core in parts of 64, 42 at
+once; of small products each call costs as much."""
 
 SLAB = 2**20
 """Weights that are quantised at once."""
@@ -66,10 +68,16 @@ def pack(numbers: Tensor) -> Tensor:
 def product(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b of `x` [n, inputs] and a matrix of `pack`: a new [n, outputs] in x's dtype."""
     out = torch.empty(len(x), len(scale))
-    for first in range(0, len(x), ROWS):
-        rows = slice(first, first + ROWS)
+    step = rows_at_once(len(scale))
+    for first in range(0, len(x), step):
+        rows = slice(first, first + step)
         _few_rows(x[rows], packed, scale, out[rows])
     return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+
+def rows_at_once(outputs: int) -> int:
+    """Of a product of so many outputs."""
+    return min(max(NUMBERS // outputs, LEAST_ROWS), ROWS)
 
 
 def _few_rows(x: Tensor, packed: Tensor, scale: Tensor, out: Tensor) -> None:

@@ -364,8 +364,11 @@ def test_experts_are_held_in_8_bits(make: Callable[[Path], Path], tmp_path: Path
     ],
 )
 def test_text_is_that_of_the_dequantised_model(
-    make: Callable[[Path], Path], tp: int, adapts: bool, tmp_path: Path
+    make: Callable[[Path], Path], tp: int, adapts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With products of more rows than are done at once."""
+    monkeypatch.setattr("gpu.quant.int8.LEAST_ROWS", 5)
+    monkeypatch.setattr("gpu.quant.int8.ROWS", 9)
     path = make(tmp_path)
     adapter = lora.save(lora.adapter_for(path), tmp_path / "lora") if adapts else None
     alike(answers(path, AUTO, tp, adapter), answers(path, EXACT, adapter=adapter))
