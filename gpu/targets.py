@@ -84,8 +84,8 @@ def choose_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> t
     bits, say. A step of SmolLM2-135M takes twice as long in float32 on an H200.
 
     On a CPU it is float32, as of quantised checkpoints, whose matrices have 8 bits there; bfloat16 for text
-    generation from it where the CPU multiplies it: 1.6 times the tokens of 1 stream, 1.8 of 8, 3.1 of
-    prompts (`python -m bench.cpu --dtypes`)."""
+    generation from it where the CPU multiplies it: 1.5 times the tokens of 1 stream, 1.8 of 8, 3.2 of prompts
+    (`python -m bench.cpu --dtypes`)."""
     name: str = model.dtype
     if name == "auto" and device.type == "cpu":
         plain = not is_quantised(spec) and not spec.transformers and model.quantization in ("auto", "none")
