@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 
 import msgspec
 from aiohttp import hdrs, web
@@ -18,6 +17,7 @@ from app.http.limits import NOBODY, Permit
 from app.http.reply import error_response
 from app.http.report import usage_of
 from app.http.tenant import acting
+from app.ids import random_hex
 from app.logs import FIELDS
 from app.warning import HEADER, header_value, warnings
 from core.clock import monotonic
@@ -218,4 +218,4 @@ def _request_id(request: web.Request) -> str:
     for name in ("X-Request-Id", "X-Correlation-Id"):
         if _ID.fullmatch(sent := request.headers.get(name, "")):
             return sent
-    return f"req_{secrets.token_hex(12)}"
+    return f"req_{random_hex(24)}"

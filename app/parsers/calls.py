@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from app.ids import random_hex
 from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event
 from app.parsers.cursor import Cursor, Malformed, Steps, any_of, behind_spaces, checked_name
 from app.parsers.typed import Types, types_of
@@ -21,7 +21,7 @@ RETRIES = 16
 
 def call_id() -> str:
     """In OpenAI's format."""
-    return f"call_{secrets.token_hex(12)}"
+    return f"call_{random_hex(24)}"
 
 
 class Syntax(msgspec.Struct, frozen=True, kw_only=True):

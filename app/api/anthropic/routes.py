@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from functools import partial
 
 import msgspec
@@ -20,6 +19,7 @@ from app.engine.job import Job
 from app.engine.reasoning_budget import Watch
 from app.http.answer import answer
 from app.http.aside import aside
+from app.ids import random_hex
 from app.service import Loaded
 from core.errors import ContextExceeded, RequestError, field_error
 
@@ -62,7 +62,7 @@ async def count_tokens(request: web.Request, body: MessagesBody, loaded: Loaded)
 
 
 async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:
-    id = f"msg_{secrets.token_hex(12)}"
+    id = f"msg_{random_hex(24)}"
     count = len(body.messages or ())
     chat = await aside(count, lambda: chat_body(body, chat_messages(body), id, loaded))
     if chat.max_completion_tokens == 0:  # which chat has no use for: the prompt fills the cache, no more

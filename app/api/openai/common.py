@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 from app.api.request.beam import beam_options
 from app.api.request.constraint import constraint_of
 from app.api.request.experts import experts_start
@@ -21,6 +19,7 @@ from app.api.request.sampling import (
 from app.api.request.schema import ChatBody, CompletionBody, Generation
 from app.engine.job import Job
 from app.http.tenant import tenant
+from app.ids import random_hex
 from app.service import Loaded
 from core.errors import field_error, unsupported
 
@@ -28,7 +27,7 @@ from core.errors import field_error, unsupported
 def request_id(body: Generation, prefix: str) -> str:
     """The client's own id, or `prefix` and random digits."""
     param = "rid" if body.rid else "request_id"
-    return job_id(body.rid or body.request_id, f"{prefix}-{secrets.token_hex(16)}", param)
+    return job_id(body.rid or body.request_id, f"{prefix}-{random_hex(32)}", param)
 
 
 def check_stream_fields(body: ChatBody | CompletionBody) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -19,6 +18,7 @@ from app.api.request.schema import Int
 from app.engine.job import Job, Run
 from app.http.delivery import Collector, running
 from app.http.tenant import tenant
+from app.ids import random_hex
 from app.service import Loaded
 from core.errors import ContextExceeded, EngineFailed, RequestError
 from core.models import Pooling, PoolingSpec
@@ -163,7 +163,7 @@ async def run_pooled(
     hidden: Hidden = "all" if every else _HIDDEN[pooling.kind]
     param = "rid" if body.rid else "request_id"
     base = Job(
-        id=job_id(body.rid or body.request_id, f"{prefix}-{secrets.token_hex(16)}", param),
+        id=job_id(body.rid or body.request_id, f"{prefix}-{random_hex(32)}", param),
         prompt="",
         sampling=SamplingParams(temperature=0.0, hidden=hidden),
         max_tokens=0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
@@ -23,6 +22,7 @@ from app.api.request.sampling import MAX_CHOICES, available, job_id, priority, r
 from app.api.request.schema import Int
 from app.engine.job import Job, Run
 from app.http.tenant import tenant
+from app.ids import random_hex
 from app.service import Loaded
 from core.errors import ContextExceeded, EngineFailed, RequestError
 from core.request import SamplingParams
@@ -129,7 +129,7 @@ def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
     check_ids(labels, loaded.card.vocab_size, "label_token_ids")
     _check_items(body.query, items, loaded.card.vocab_size)
     base = Job(
-        id=f"score-{secrets.token_hex(16)}",
+        id=f"score-{random_hex(32)}",
         prompt="",
         max_tokens=0,
         seed=0,
@@ -220,7 +220,7 @@ def _scores(logprobs: Sequence[float], softmax: bool) -> list[float]:
 )
 async def generative_scoring(request: web.Request, body: GenerativeBody, loaded: Loaded) -> object:
     """The probability of the first label after the query and each item."""
-    id = job_id(body.request_id, secrets.token_hex(16), "request_id")
+    id = job_id(body.request_id, random_hex(32), "request_id")
     answer: Any = await score_answer(await _in_tokens(body, loaded), loaded)
     data = [{"index": i, "object": "score", "score": row[0]} for i, row in enumerate(answer["scores"])]
     head = envelope(f"generative-scoring-{id}", "list", loaded.card.name)

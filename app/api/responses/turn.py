@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 import msgspec
@@ -27,6 +26,7 @@ from app.api.responses.store import Store
 from app.engine.job import Generator, Job
 from app.engine.reasoning_budget import Watch, watched
 from app.http.aside import aside
+from app.ids import random_hex
 from app.service import Loaded, ModelCard
 
 _encode = msgspec.json.Encoder().encode
@@ -73,7 +73,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loaded) -> Turn:
     """Check, fetch what came before, render. Raises `RequestError` with the body's own field names."""
     check_body(body)
-    id = f"resp_{secrets.token_hex(16)}"
+    id = f"resp_{random_hex(32)}"
     count = len(body.input) if isinstance(body.input, list) else 1
     own = await aside(count, lambda: own_items(body.input, id))
     items = await resolve(own, owner, store)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -40,6 +39,7 @@ from app.engine.job import Job
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside, prompt_count
 from app.http.tenant import tenant
+from app.ids import random_hex
 from app.service import Loaded
 from core.errors import RequestError, field_error
 from core.types import Floats, RootKey
@@ -201,8 +201,8 @@ def _ids(rid: str | list[str] | None, prompts: int) -> list[str]:
     if isinstance(rid, list):
         if len(rid) != prompts:
             raise field_error("rid", f"has {len(rid)} ids for {prompts} prompts")
-        return [job_id(one, secrets.token_hex(16)) for one in rid]
-    base = job_id(rid, secrets.token_hex(16))
+        return [job_id(one, random_hex(32)) for one in rid]
+    base = job_id(rid, random_hex(32))
     return [base] if prompts == 1 else [f"{base}-{i}" for i in range(prompts)]
 
 
