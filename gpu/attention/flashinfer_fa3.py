@@ -15,6 +15,7 @@ device.
 
 from __future__ import annotations
 
+import logging
 import math
 from importlib.util import find_spec
 from typing import Any
@@ -29,6 +30,8 @@ from gpu.device import HOPPER
 from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
 from gpu.kernels.attention.kv_packing import pack, plan_packing
 from gpu.state.view import StepView
+
+log = logging.getLogger(__name__)
 
 CAUSAL, NHD = 1, 0
 """FlashInfer's codes of mask and layout."""
@@ -77,8 +80,8 @@ def check_flashinfer(name: str, config: AttentionConfig) -> None:
 class FlashInferPrefill:
     """`PhaseAttention` of chunks. Owner: launch thread.
 
-    Making one compiles the kernel where no cache has it (a minute), loads it, and may synchronise: it
-    must exist before the first graph.
+    Making one compiles the kernel where no cache has it (one to two minutes), loads it, and may synchronise:
+    it must exist before the first graph.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -153,11 +156,13 @@ class FlashInferPrefill:
 
 def _kernels(config: AttentionConfig, windowed: bool) -> Any:
     """FlashInfer's `paged_run` and `ragged_run` for these types and sizes: one library."""
-    from flashinfer.prefill import get_batch_prefill_module
+    from flashinfer.prefill import gen_batch_prefill_module, get_batch_prefill_module
 
     dim, dtype = config.head_dim, config.dtype
     args = (dtype, dtype, dtype, torch.int32, dim, dim, 0, windowed, config.cap > 0, False)
     try:
+        if not gen_batch_prefill_module("fa3", *args).is_compiled:
+            log.info("FlashInfer compiles FA3 for this model, once: one to two minutes")
         return get_batch_prefill_module("fa3", *args)
     except (OSError, RuntimeError) as error:  # no compiler, no ninja, another CUDA
         raise ConfigError(f"FlashInfer could not build FA3: {str(error)[-300:]}") from error
