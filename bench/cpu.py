@@ -96,7 +96,7 @@ def _loaded() -> dict[str, dict[str, float]]:
 
 
 def _dtypes() -> dict[str, dict[str, object]]:
-    """Of each dtype the best of all rounds, and the most memory that the server had."""
+    """Returns the best round of each dtype, and the server's peak memory."""
     with ExitStack() as stack:
         servers = {
             dtype: stack.enter_context(started([*_COMMAND, "--port", str(port), *more, dtype], port, 1))

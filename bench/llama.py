@@ -41,7 +41,7 @@ TOKENS = 8192
 STREAMS = (1, 4, 8)
 PROMPT, OUTPUT, LONG = 64, 32, 256
 FILL = 1024
-"""Tokens of each prompt of those that fill the KV cache at the end, before memory is read."""
+"""Tokens of each prompt that fills the KV cache, before peak memory is read at the end."""
 WAIT = 300.0
 """Seconds that a server may take to start."""
 

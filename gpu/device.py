@@ -95,13 +95,13 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's mallopt(3)."""
+"""Parameters of glibc's mallopt(3)."""
 
 _LARGE = 2 * 2**20
 """Bytes of a matrix that has a mapping of its own while weights are loaded."""
 
 _USUAL = 32 * 2**20
-"""The same afterwards, of activations: the most that glibc comes to by itself."""
+"""The same threshold afterwards, for activations: the most that glibc itself would adapt to."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from core.models import ClampedGate
 from gpu.lora import LoraExperts
 
 Packed = Literal["", "mxfp4", "int4"]
-"""What weights of 4 bits are: MXFP4 or integers; "": they have more bits."""
+"""Format of 4-bit weights: MXFP4 or integers; "": the weights have more bits."""
 
 
 class Choice(NamedTuple):

@@ -154,7 +154,8 @@ def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def _restored_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of the largest matrix of 4 bits that products of many rows turn into `dtype`: experts stay so."""
+    """Bytes of the largest 4-bit matrix once products of many rows have dequantised it to `dtype`. Experts
+    are never dequantised."""
     if spec.int4 is None:
         return 0
     attention = spec.hidden * (spec.q_size + 2 * spec.kv_size)

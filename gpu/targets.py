@@ -79,9 +79,9 @@ def choose_targets(
 
 
 def choose_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """Of the computation, by the settings. "auto" on a GPU is what the checkpoint says, but bfloat16 for text
-    generation from float32, which is also what a checkpoint counts as that says nothing: GGUF files of 4
-    bits, say. A step of SmolLM2-135M takes twice as long in float32 on an H200.
+    """Choose the dtype of the computation by the settings. "auto" on a GPU is what the checkpoint says, but
+    bfloat16 for text generation from float32, which is also what a checkpoint counts as that says nothing:
+    GGUF files of 4 bits, say. A step of SmolLM2-135M takes twice as long in float32 on an H200.
 
     On a CPU it is float32, as of quantised checkpoints, whose matrices have 8 bits there; bfloat16 for text
     generation from it where the CPU multiplies it: 1.5 times the tokens of 1 stream, 1.8 of 8, 3.2 of prompts

@@ -28,7 +28,7 @@ _SPECIAL: Mapping[str, str] = {"bos": "bos", "eos": "eos", "unknown": "unk", "pa
 
 
 class _Split(NamedTuple):
-    """How one vocabulary's texts become words.
+    """The pre-tokenizer of a vocabulary.
 
     patterns  regular expressions whose matches are words
     nfc       texts are normalised first
@@ -119,8 +119,8 @@ _UNNAMED: Mapping[str, str] = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen2moe
 
 
 def byte_level_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """tokenizer.json, and what it needs of tokenizer_config.json, from a file's metadata. Raises `ModelError`
-    for a split that is not known, and whatever damaged metadata make it raise."""
+    """The contents of tokenizer.json and the settings of tokenizer_config.json, made from a .gguf file's
+    metadata. Raises `ModelError` for an unknown split; damaged metadata may raise any other exception."""
     split = _split_of(fields)
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields.get("tokenizer.ggml.token_type") or [0] * len(tokens)

@@ -115,7 +115,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read_gguf(path: Path) -> GgufFacts:
-    """Of a file, or of all of a split one, whose first is `path`."""
+    """Read the metadata of the file at `path`, or of all files of a split one that begins there."""
     import gguf
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
@@ -178,7 +178,7 @@ def _read_tokenizer(source: Path, read: Callable[[], Read]) -> Read:
 
 
 def _vocabulary(path: Path, fields: Mapping[str, Any]) -> Read:
-    """Of a .gguf file. BPE is read here, sentencepiece's through `transformers`."""
+    """Read the vocabulary of a .gguf file: BPE here, sentencepiece through `transformers`."""
     model = fields.get("tokenizer.ggml.model")
     if model != "gpt2":
         tokenizer, settings = _through_transformers(path.parent, path.name)

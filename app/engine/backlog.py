@@ -70,9 +70,9 @@ class Backlog:
         self._rows: dict[Request, _Row] = {}
         """All that waits."""
         self._held: deque[_Row] = deque()
-        """What was not due when it came, in this order; it may be by now."""
+        """Rows in the order in which they came that were not due then."""
         self._due: deque[_Row] = deque()
-        """What is to be delivered, in this order."""
+        """Rows to deliver, in this order."""
         self._step = 1
 
     @property

@@ -28,8 +28,8 @@ from core.types import Finish, FinishReason, Ints, RootKey
 log = logging.getLogger(__name__)
 
 BACKLOG = 4
-"""Steps for which a due delivery may wait before planning pauses. Only a device that is faster than the
-loop gets there; without a bound its tokens would pile up in memory."""
+"""Planning pauses when a delivery has waited for so many steps. This happens only where the device is faster
+than the event loop, whose undelivered tokens would otherwise pile up in memory."""
 
 PAUSED_TICK = 0.25
 """Seconds between two ticks while requests wait for a paused engine: their time may run out."""

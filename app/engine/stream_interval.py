@@ -1,4 +1,4 @@
-"""How many steps' tokens one event of a stream has, by the load of the event loop."""
+"""Chooses how many steps' tokens a stream sends as one event, by the load of the event loop."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Variant(NamedTuple):
 
 
 def heights(tokens: int, size: MoeSize, group: int = 0) -> tuple[int, ...]:
-    """Tile heights to try, by the average number of rows per expert. Weights of 4 bits have no tall ones."""
+    """Tile heights to try, by the average number of rows per expert. Weights in 4 bits have no tall tiles."""
     average, most = tokens * size.top_k / size.experts, 128 if group else TALL
     for limit, found in ((3, (16,)), (10, (16, 32)), (40, (32, 64)), (100, (64, most))):
         if average <= limit:
@@ -111,7 +111,7 @@ class Bench:
             self.layer = Experts(n13, n2, size.top_k, scales=(s13, s2))
 
     def shape(self) -> MoeShape:
-        """What the configs depend on."""
+        """The shape and dtype that the configs depend on."""
         kind, size = INT4_NAME if self.group else "bfloat16", self.size
         name = torch.cuda.get_device_name(0)
         return MoeShape(size.experts, size.width, size.hidden, size.top_k, kind, name)

@@ -103,7 +103,7 @@ class Fields:
 
 
 def nearest(name: str, served: Iterable[str]) -> str:
-    """Of those that are served, the most similar to a name that is not."""
+    """Return the served name that is most similar to `name`."""
     return max(sorted(served), key=partial(_likeness, name))
 
 

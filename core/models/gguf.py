@@ -33,19 +33,19 @@ GGUF_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "qwen3next": ("Qwen3NextForCausalLM",),
     "smollm3": ("SmolLM3ForCausalLM",),
 }
-"""By `general.architecture`, those of a config.json that such a file may be of: the first, unless what the
-file says of itself is another's."""
+"""Architectures as in config.json, by the `general.architecture` of a file. The first one is taken, unless
+the file's metadata show that it is another one."""
 READ_FROM_GGUF = frozenset(chain.from_iterable(GGUF_ARCHITECTURES.values()))
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors of what wavelengths are divided by. They go into the config, not into the model."""
+"""Tensors of RoPE scaling factors. They become part of the config, not of the model."""
 
 _PLAIN = (None, 0, 1, 32)
 """Values of `general.file_type` of files in float32, float16 and bfloat16; the others are quantised."""
 
 
 class GgufFacts(NamedTuple):
-    """What is known of a .gguf file before its weights are read.
+    """Facts of a .gguf file, known before its weights are read.
 
     fields   metadata; long arrays may be left out
     shapes   of tensors, fastest axis first
@@ -192,7 +192,7 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
 
 
 Own = Callable[[_File, Mapping[str, Any]], dict[str, Any]]
-"""What files of one architecture say besides, and instead, of the config that all have."""
+"""Config fields that one architecture adds or replaces, by architecture."""
 
 _MULTIPLIERS: Mapping[str, str] = {
     "attention.scale": "attention_multiplier",

@@ -16,7 +16,7 @@ from core.models.draft import DraftSpec
 from core.models.spec import W8A8, Int4, ModelSpec
 
 FIRST = "model.layers.0."
-"""How names of a draft model's only layer begin here."""
+"""Prefix of the names of a draft model's only layer."""
 
 
 def mtp_draft(target: ModelSpec) -> DraftSpec:
@@ -48,8 +48,8 @@ Held = TypeVar("Held", Int4, W8A8)
 
 
 def _of_layer(held: Held | None, target: ModelSpec, prefix: str) -> Held | None:
-    """How the layer is held whose names begin with `prefix`. Many checkpoints except it: in the dtype of the
-    computation then, of which memory is reckoned."""
+    """Return how the weights of the layer with this `prefix` are quantised. None where the checkpoint excepts
+    it, as many do: it then has the dtype of the computation, and memory is counted so."""
     if held is None:
         return None
     held = replace(held, renamed=(FIRST, prefix))

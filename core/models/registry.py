@@ -192,8 +192,8 @@ def _by_our_names(plain: tuple[str, ...], family: Family) -> tuple[str, ...]:
 
 
 def _meant(plain: tuple[str, ...], family: Family) -> tuple[str, ...]:
-    """Those of the parts of names that are not in our names alone: `gate` of a Mixtral is its router, and not
-    what is `gate_proj` here and `w1` there."""
+    """Drop exceptions that match only our names: AWQ's `gate` of a Mixtral means its router, and must not
+    match `gate_proj`, which the checkpoint calls `w1`."""
     pairs = family.renamed.items()
     return tuple(
         each for each in plain if not any(each in ours and each not in theirs for theirs, ours in pairs)

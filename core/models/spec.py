@@ -353,7 +353,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def implementation(self) -> Implementation:
-        """Whose layers run."""
+        """Whether our layers run, or those of transformers."""
         return "transformers" if self.transformers else "native"
 
     @property
@@ -363,7 +363,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_tables(self) -> Held8:
-        """The same of the head; an embedding stays in its file while matrices have 8 bits on a CPU."""
+        """As `held`, of the head. On a CPU with 8-bit matrices the embedding stays in its file."""
         return "int8" if self.int8 and self.stored_gguf else ""
 
     @property

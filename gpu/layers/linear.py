@@ -90,8 +90,8 @@ class Linear:
 
     @property
     def rows(self) -> int:
-        """Of how many rows a product is that is done in parts anyway; 0: of one that is not. Adapters know
-        the step's rows, not those of a part."""
+        """Rows of a part, of a product that is computed in parts; 0 where it is computed at once. With
+        adapters it is computed at once: they refer to the rows of the whole step."""
         parts = self._packs_int8 and self.matrix.lora is None
         return int8.rows_at_once(sum(self._parts.values())) if parts else 0
 

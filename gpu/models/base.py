@@ -24,7 +24,7 @@ class CausalModel(ABC):
     """
 
     embedding: Table
-    """Of tokens, [vocab_size, hidden]."""
+    """The token embedding, [vocab_size, hidden]."""
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard = ALONE

@@ -201,7 +201,7 @@ class Decoder(CausalModel):
             self._window_rope = Rope(spec.window_rope, spec.head_dim, dtype, device)
 
     def _fill_head_alone(self) -> None:
-        """Of an embedding that stays in its file: it fills a head that shares it, and nothing else."""
+        """Load an embedding that stays in its file into a tied head, and nowhere else."""
         spec, parameters = self.spec, self._parameters
         if not spec.tied or spec.task != "generate":
             parameters.pass_over(f"{TABLE}.weight", spec.vocab_size, spec.hidden)

@@ -76,7 +76,7 @@ def product(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None
 
 
 def rows_at_once(outputs: int) -> int:
-    """Of a product of so many outputs."""
+    """Rows that a product of so many outputs computes at once."""
     return min(max(NUMBERS // outputs, LEAST_ROWS), ROWS)
 
 

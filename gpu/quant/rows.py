@@ -44,7 +44,7 @@ class FileRows:
         weakref.finalize(self, os.close, self._file)
 
     def part(self, start: int, rows: int) -> FileRows:
-        """Those `rows` that begin at `start`."""
+        """Return a view of `rows` rows from `start` on."""
         first = self._first + start * self._stride
         return FileRows(self._path, first, self._stride, (rows, self.shape[1]), self._restore)
 

@@ -249,7 +249,7 @@ class _Joined(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """How a file's tensors lie.
+    """Layout of a file's tensors.
 
     tensors  by name
     orders   of a layer's tensors, by their names there, whose rows are not in a checkpoint's order
@@ -261,7 +261,7 @@ class _Layout(NamedTuple):
     joined: Mapping[str, _Joined]
 
     def rows(self, name: str, tensor: ReaderTensor) -> Iterator[tuple[str, _Rows]]:
-        """What a tensor of the file is in a checkpoint, where it is called `name`."""
+        """Convert a tensor of the file to the checkpoint's tensor `name`."""
         shape, kind = tuple(reversed(tensor.shape.tolist())), tensor.tensor_type
         *_, own = tensor.name.split(".", 2)
         if (joined := self.joined.get(own)) is not None:
@@ -330,7 +330,7 @@ class _Heads(NamedTuple):
     key_dim: int
 
     def mixed(self) -> tuple[Mapping[str, Order], Mapping[str, _Joined]]:
-        """Of Qwen3-Next, whose checkpoints have q, k, v and z of one key head after the other."""
+        """Convert Qwen3-Next's, whose checkpoints have q, k, v and z of one key head after the other."""
         joined = {"attn_qkv.weight": _Joined(("attn_gate.weight",), self._mix)}
         return {}, joined | {
             "ssm_a": _Joined((), lambda decay: (-decay).log()),

@@ -98,7 +98,7 @@ def is_beside(int4: Int4, name: str) -> bool:
 
 
 def beside(int4: Int4, layer: str) -> list[str]:
-    """What tensors that may come with a layer's numbers are called."""
+    """Names of the tensors that may accompany a layer's quantised numbers."""
     return [f"{layer}.{last}" for last in _BESIDE[_family(int4)]]
 
 

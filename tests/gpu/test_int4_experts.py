@@ -158,7 +158,8 @@ def test_adapters_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_layers_whose_experts_are_excepted(tmp_path: Path) -> None:
-    """Where one expert is, all of its layer are held in 16 bits, from 4 where they have these."""
+    """If a checkpoint excepts one expert, all experts of its layer are held in 16 bits; those that the
+    checkpoint has in 4 bits are dequantised."""
     path = build("qwen3-moe", tmp_path, num_experts=4)
     name = EXPERT.replace("layers.1", "layers.0")
     meant = quantise(path, W4A16, (name,), ignore=["lm_head", name])

@@ -1,4 +1,5 @@
-"""What a CPU computes in: quantised checkpoints in 8 bits, products and whole models, others in bfloat16."""
+"""Dtypes on a CPU: quantised checkpoints run in 8 bits, others in bfloat16; single products and whole
+models."""
 
 from __future__ import annotations
 
@@ -164,7 +165,7 @@ def linears(model: CausalModel) -> list[Linear]:
 
 
 def bytes_of(model: CausalModel) -> int:
-    """Of what a sealed model multiplies by. An opaque matrix has those of its shape."""
+    """Bytes of the matrices of a sealed model. An opaque matrix counts by its shape."""
     matrices = [linear.matrix.weight for linear in linears(model)]
     return sum(each.numel() * each.element_size() for each in matrices)
 

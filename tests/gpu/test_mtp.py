@@ -76,7 +76,7 @@ def test_a_layer_in_chunks_is_the_whole_text_at_once(variant: str, tmp_path: Pat
             wanted = torch.tensor([end - start - 1, 0])
             few, _ = layer.forward(ctx._replace(wanted=wanted), ids[1:][part], states[part].clone())
             torch.testing.assert_close(few, got[wanted], rtol=1e-4, atol=1e-4)
-        # The next draft: of the token after those, and of the state that the layer has made.
+        # The second draft reads the token after those and the state that the layer itself has made.
         more = torch.cat([states[:n], following[-1:]])
         logits, _ = made.predict(ids[1 : n + 2], more)
         got, _ = layer.forward(pages.chunk(0, n, 1), ids[n + 1 : n + 2], following[-1:].clone())
@@ -209,7 +209,7 @@ def test_every_tensor_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3"])
 def test_an_fp8_layer_is_the_numbers_that_it_stands_for(variant: str, tmp_path: Path) -> None:
-    """As they are where matrices are held so, else restored."""
+    """Packed where the model holds them packed, else dequantised."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128}
     coarse, plain = (mtp.build(variant, tmp_path / name, **wide).path for name in ("coarse", "plain"))
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -44,7 +44,8 @@ def spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def quantised(path: Path, of: Quantise, suffix: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Rewrite a checkpoint's projections as FP8, scales in a shard of their own; what they stand for."""
+    """Rewrite a checkpoint's projections in FP8, with the scales in a second file. Returns the dequantised
+    weights."""
     file = path / "model.safetensors"
     weights = load_file(file)
     scales: dict[str, torch.Tensor] = {}

@@ -138,7 +138,7 @@ def alternate(state: Mapping[str, torch.Tensor]) -> Named:
 
 
 def absorbed(config: Any, state: Mapping[str, torch.Tensor]) -> Named:
-    """`apart` for DeepSeek, whose matrices of keys, transposed, and values are apart."""
+    """As `apart`, with DeepSeek's kv_b_proj split into k_b (transposed) and v_b, as llama.cpp has it."""
     for name, tensor in apart(state):
         if "kv_b_proj" in name:
             heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])

@@ -71,7 +71,7 @@ def _adding(shift: int, base: int) -> str:
 
 
 def _asm(shift: int, base: int) -> tl.constexpr:
-    """What `numbers_of` runs."""
+    """PTX of `numbers_of`."""
     return tl.constexpr(f"{{ .reg .b32 t, base; {_adding(shift, base)} mov.b32 $0, t; }}")
 
 
@@ -82,7 +82,7 @@ _WORD = tl.constexpr(WORD)
 
 @jit
 def _base(x: tl.tensor) -> tl.tensor:
-    """What `numbers_of` adds to numbers."""
+    """The constant that `numbers_of` adds to numbers."""
     kind: tl.constexpr = x.dtype.element_ty
     return 128.0 if kind == tl.bfloat16 else (1024.0 if kind == tl.float16 else 0.0)
 
@@ -107,8 +107,8 @@ def numbers_of(words: tl.tensor, x: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 @jit
 def load_pair(scales: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Scale and zero `at` these places, 0 where `mask` is: as one number where they have 16 bits, which a
-    pipeline can load."""
+    """Load the scales and zero points at the offsets `at`, 0 where `mask` is false. A pair of 16-bit values
+    is loaded as one 32-bit integer, which software pipelining supports."""
     other: tl.constexpr = None if mask is None else 0
     if scales.dtype.element_ty == tl.float32:
         found = (
@@ -129,7 +129,8 @@ def pairs_of(
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> tl.tensor:
-    """What scales `tile` of the words of `row`, outputs of N: `load_pair` of each of its groups."""
+    """Load the scales and zero points of `tile` of the words of `row`, outputs of N: one `load_pair` a
+    group."""
     found: tl.tensor = ()
     for k in tl.static_range(0, _WORD * SPAN, GROUP):
         found += (load_pair(scales, (tile * (_WORD * SPAN) + k) // GROUP * N + row, None),)

@@ -56,8 +56,9 @@ class FewRowsConfig(NamedTuple):
 
 
 UP_REGISTERS, FINE_REGISTERS = 128, 168
-"""Of a thread of `up`, where the row fits beside the weights; the compiler would take 166 and be alone. What
-turns 4 bits into numbers takes more, and six programs of a multiprocessor for eight."""
+"""Registers of a thread of `up`, where the row fits beside the weights. The compiler would take 166, which
+leaves one program a multiprocessor. Unpacking 4 bits takes more registers: six programs run instead of
+eight."""
 
 
 @jit

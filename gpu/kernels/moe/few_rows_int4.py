@@ -22,14 +22,15 @@ _WORD = tl.constexpr(WORD)
 
 
 class FineShape(NamedTuple):
-    """How far the numbers of a word are apart, and the inputs of a group."""
+    """Distance between the numbers of a word, and inputs of a group."""
 
     span: int
     group: int
 
 
 def fine_shape(scales: Tensor, inputs: int) -> tuple[FineShape, Tensor]:
-    """Of matrices with `scales` [experts, groups, outputs, 2], and these as kernels read them."""
+    """Return the shape of matrices with `scales` [experts, groups, outputs, 2], and the scales as kernels
+    read them."""
     group = inputs // scales.shape[1]
     whole = scales if scales.dtype == torch.float32 else scales.view(torch.int32)
     return FineShape(span(inputs, group), group), whole
@@ -37,7 +38,7 @@ def fine_shape(scales: Tensor, inputs: int) -> tuple[FineShape, Tensor]:
 
 @jit
 def _inputs(words: tl.tensor, AT: tl.constexpr, FINE: tl.constexpr) -> tl.tensor:
-    """Of which inputs the numbers `AT` of an output's `words` are, by their indices."""
+    """Indices of the inputs that the numbers `AT` of the `words` belong to."""
     return (words // FINE.span * _WORD + AT) * FINE.span + words % FINE.span
 
 
@@ -45,7 +46,7 @@ def _inputs(words: tl.tensor, AT: tl.constexpr, FINE: tl.constexpr) -> tl.tensor
 def _of_expert(
     scales: tl.tensor, expert: tl.tensor, outputs: tl.constexpr, K: tl.constexpr, FINE: tl.constexpr
 ) -> tl.tensor:
-    """Where the scales of an expert's `outputs` begin."""
+    """Pointer to the scales of an expert with so many `outputs`."""
     each: tl.constexpr = 2 if scales.dtype.element_ty == tl.float32 else 1  # numbers of a pair
     return scales + expert.to(tl.int64) * (each * outputs * (K // FINE.group))
 
@@ -71,8 +72,9 @@ def fine_row(
 def _scaled(
     products: tl.tensor, sums: tl.tensor, scales: tl.tensor, at: tl.tensor, there: tl.tensor, like: tl.tensor
 ) -> tl.tensor:
-    """What `products` of numbers with a row are with weights: `sums` are the row's own, scale and zero point
-    lie `at`, where `there`, and numbers are as `like` points to."""
+    """Turn `products` of unscaled numbers with a row into products of weights. `sums` are the sums of the
+    row. Scale and zero point are loaded at `at` where `there` is true; `like` points to the numbers'
+    dtype."""
     scale, zero = split_pair(load_pair(scales, at, there), like)
     return (products - zero.to(tl.float32) * sums) * scale.to(tl.float32)
 

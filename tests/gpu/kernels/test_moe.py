@@ -285,7 +285,8 @@ def test_experts_scaled_by_rows(
     x, logits, w13, w2 = inputs
     count = scalar(live, device)
     found = run_moe(x, logits, (w13, w2), SIZE.top_k, config, scales=scales, num_rows=count)
-    # Few rows are read as they are; 8 bits of what differs in its last bit may differ by a step.
+    # The kernel for few rows does not quantise its input. The others do, and inputs that differ in their last
+    # bit may be rounded to different 8-bit values.
     expected = reference.moe(
         x[:live], logits[:live], w13, w2, SIZE.top_k, scales=scales, coarse=not config.small
     )
