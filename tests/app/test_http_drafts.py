@@ -4,6 +4,7 @@ The whole app runs over a fake device whose numbers of drafts are random."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,6 +22,7 @@ from tests.rigs.requests import CHAT, COMPLETIONS
 from tests.rigs.server import Server, Start, know
 from tests.rigs.step_loop import PROMPT, VOCAB, Bench
 from tests.rigs.tools import HI
+from tests.rigs.wait import settle
 
 BODY: dict[str, Any] = {"prompt": PROMPT.tolist(), "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 NATIVE: dict[str, Any] = {
@@ -226,3 +228,46 @@ async def test_both_halves_of_an_answer_whose_thinking_was_cut(server: Server) -
     assert answer["choices"][0]["message"]["content"] == "Yes"
     told = details(answer)
     assert (told["accepted_prediction_tokens"], told["rejected_prediction_tokens"]) == (10, 14)
+
+
+async def drive(bench: Bench) -> None:
+    """End one step after the other, when all is delivered that is due."""
+    bench.executor.eager = False
+    while True:
+        await settle()
+        if bench.executor.pending:
+            bench.executor.complete()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+async def test_a_stream_says_the_same_however_many_steps_are_an_event(
+    make: Make, tokenizer: Tokenizer, drafts: int
+) -> None:
+    """Text, log-probabilities, finishes and usage of several choices, one with a stop string; 60 tokens cross
+    pages of 4 and every interval. Only the number of events differs."""
+    text = tokenizer.decode(oracle(PROMPT.tolist(), 60, VOCAB))
+    stopped = {"stop": [text[30:33]], "n": 2}
+    heard: list[dict[int, Any]] = []
+    events: list[int] = []
+    for interval in (1, 2, 3):
+        stack = await make(drafts)
+        stack.bench.engine.set_stream_interval(interval)
+        device = asyncio.create_task(drive(stack.bench))
+        told: dict[int, Any] = {}
+        for at, more in enumerate(({"n": 3}, {"logprobs": 0}, stopped)):
+            body = {**BODY, **more, "stream": True, "stream_options": {"include_usage": True}}
+            *chunks, last, done = await stack.server.events(COMPLETIONS, body)
+            assert done == "[DONE]"
+            told[10 * at + 9] = json.loads(last)["usage"]["completion_tokens"]
+            for chunk in map(json.loads, chunks):
+                for choice in chunk["choices"]:
+                    mine = told.setdefault(10 * at + choice["index"], ["", [], []])
+                    mine[0] += choice["text"]
+                    mine[1] += (choice["logprobs"] or {}).get("tokens", [])
+                    mine[2] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            events.append(len(chunks))
+        heard.append(told)
+        device.cancel()
+    assert heard[0] == heard[1] == heard[2]
+    assert heard[0][9] == 180 and heard[0][20][2] == ["stop"] and len(heard[0][10][1]) == 60
+    assert events[0] > events[3] > events[6]
