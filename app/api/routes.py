@@ -27,10 +27,11 @@ from app.batch import Batches, Store
 from app.http.burst import Burst
 from app.http.dump import Dump
 from app.http.intake import MAX_HELD, Intake
-from app.http.keys import BURST, INTAKE, KEYS, REQUEST_COUNTS, SERVE, SERVICE
+from app.http.keys import BURST, INTAKE, KEYS, REQUEST_COUNTS, SERVE, SERVICE, TURNS
 from app.http.middleware import decorate, edge, expect
 from app.http.report import REPORTED, REPORTERS, Reporter, operation_of
 from app.http.tenant import Keys
+from app.http.turns import Turns
 from app.service import Service
 from core.clock import Clock, monotonic
 from core.config import ServeConfig
@@ -80,6 +81,7 @@ def make_app(service: Service, serve: ServeConfig, clock: Clock = monotonic) -> 
     app[REPORTERS] = _reporters(serve)
     app[REPORTED] = {(each.method, each.path): operation_of(each.path) for each in TABLE if runs(each.facts)}
     app[INTAKE] = Intake(max(MAX_HELD, 4 * serve.max_body), clock)
+    app[TURNS] = Turns()
     data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
     app[BATCHES] = Batches(Store(data), ANSWERS, keys)
     app[RESPONSES] = Responses(ResponseStore(data, serve.response_store))

@@ -10,6 +10,7 @@ from app.http.burst import Burst
 from app.http.intake import Intake
 from app.http.limits import Permit
 from app.http.tenant import Keys
+from app.http.turns import Turns
 from app.service import Service
 from core.config import ServeConfig
 
@@ -19,6 +20,7 @@ RequestCounts = Counter[tuple[str, str, int]]
 SERVICE = web.AppKey("service", Service)
 BURST = web.AppKey("burst", Burst)
 INTAKE = web.AppKey("intake", Intake)
+TURNS = web.AppKey("turns", Turns)
 REQUEST_COUNTS = web.AppKey("request_counts", RequestCounts)
 SERVE = web.AppKey("serve", ServeConfig)
 KEYS = web.AppKey("keys", Keys)

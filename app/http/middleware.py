@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 
 from app.http.access import CLIENT_GONE, current_usage, entry, measured
 from app.http.errors import AnthropicError, CohereError, Error, ErrorShape, HttpError, OllamaError, fault
-from app.http.keys import KEYS, PERMIT, REQUEST_COUNTS, REQUEST_ID, WARNINGS
+from app.http.keys import KEYS, PERMIT, REQUEST_COUNTS, REQUEST_ID, TURNS, WARNINGS
 from app.http.limits import NOBODY, Permit
 from app.http.reply import error_response
 from app.http.report import usage_of
@@ -127,6 +127,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if request.method == "OPTIONS":
             return _preflight(request)
+        if request.body_exists:  # probes and scrapers do not wait behind a burst of prompts
+            await request.app[TURNS].enter()
         with acting(_permit(request)) as request[PERMIT]:
             return await handler(request)
     except LoomError as error:

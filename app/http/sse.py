@@ -136,8 +136,8 @@ class EventStream:
             if (usage := current_usage()) is not None:
                 usage.fail(answer)
             self.write(self._dialect.error(answer, self._request[REQUEST_ID]))
-        if self._dialect.done:
-            self.write(self._dialect.done)
+        if self._dialect.done and self._transport is not None and not self._transport.is_closing():
+            await self.response.write_eof(self._dialect.done)  # one send with the end of the body
         return True
 
     def post(self, event: bytes) -> None:

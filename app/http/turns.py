@@ -1,0 +1,52 @@
+"""Spreads requests that arrive together over several turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final
+
+PER_TURN: Final = 4
+"""Requests that start in one turn: 2 ms, at half a millisecond each. When 512 answers end together their
+clients send 512 requests at once, and starting them all in one turn kept results from the scheduler for up to
+140 ms: the devices waited. On two simulated devices (`short512`, 1,024 clients) they were busy for 86 and 92%
+of the time without this, 97% with 4 or 8."""
+
+
+class Turns:
+    """Lets requests start in the order in which they came, `PER_TURN` in each turn of the loop.
+
+    Owner: event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._started = 0
+        """In this turn."""
+        self._due = False
+
+    async def enter(self) -> None:
+        """Wait until a request may start."""
+        if self._started < PER_TURN and not self._waiting:
+            self._started += 1
+            self._await_next()
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _await_next(self) -> None:
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._due = False
+        self._started = 0
+        while self._waiting and self._started < PER_TURN:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # else its client has left
+                waiter.set_result(None)
+                self._started += 1
+        if self._started:
+            self._await_next()
