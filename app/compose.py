@@ -329,6 +329,7 @@ def _card(
         dtype=capabilities.dtype or config.dtype,
         weight_dtype=capabilities.weight_dtype,
         kv_dtype=capabilities.kv_dtype,
+        attention_backend=capabilities.attention_backend,
         created=int(time.time()),
         device=capabilities.device,
         format="gguf" if checkpoint.path.suffix == ".gguf" else "safetensors",

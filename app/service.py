@@ -47,6 +47,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Of the layers' weights; `dtype` is that of activations."""
     kv_dtype: str = ""
     """Of the KV pool."""
+    attention_backend: str = ""
+    """What serves, as `--attention-backend` would choose it."""
     device: str = "cpu"
     implementation: Implementation = "native"
     """Whose layers run."""

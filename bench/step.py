@@ -347,6 +347,7 @@ def main() -> None:
     start = time.perf_counter() - begun
     about = {
         "device": executors[0].capabilities.device,
+        "attention_backend": executors[0].capabilities.attention_backend,
         "tp": config.parallel.tp,
         "dp": len(executors),
         "build_s": round(start, 2),

@@ -48,6 +48,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     weight_dtype: str = ""
     """Of the layers' matrices."""
     kv_dtype: str = ""
+    attention_backend: str = ""
+    """As `--attention-backend` would choose what serves; `torch` on a CPU."""
     memory: tuple[str, ...] = ()
     """What the device's memory holds, one phrase a part, as `weights 1.5 GiB`."""
     processors: tuple[str, ...] = ()

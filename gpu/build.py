@@ -229,7 +229,7 @@ def build_executor(
             runner.use_model(loaded)
             runner.use_pool(make_pool(own.device))
     others = [partial(RemoteNode, channel) for channel in nodes.channels] if nodes and nodes.leads else []
-    return LocalExecutor(runners, _capabilities(each[0], memory, runners[0].shape), group, others)
+    return LocalExecutor(runners, _capabilities(each[0], memory, runners[0]), group, others)
 
 
 def foresee(
@@ -313,8 +313,8 @@ class _Loader(NamedTuple):
             return list(pool.map(partial(self.load, path=str(self.source)), ranks))
 
 
-def _capabilities(parts: Parts, memory: MemoryPlan, shape: Shape) -> Capabilities:
-    device, dtype, facts = parts.target
+def _capabilities(parts: Parts, memory: MemoryPlan, runner: ModelRunner) -> Capabilities:
+    (device, dtype, facts), shape = parts.target, runner.shape
     return Capabilities(
         num_pages=memory.num_pages,
         page_size=shape.page_size,
@@ -331,6 +331,7 @@ def _capabilities(parts: Parts, memory: MemoryPlan, shape: Shape) -> Capabilitie
         dtype=str(dtype).removeprefix("torch."),
         weight_dtype=memory.weight_dtype,
         kv_dtype=memory.kv_dtype,
+        attention_backend=runner.attention_backend,
         memory=memory_phrases(memory),
         device=facts.name if device.type == "cuda" else str(device),
         processors=tuple(parts.processors),

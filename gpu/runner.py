@@ -148,6 +148,11 @@ class ModelRunner:
         self._launches: Launches[StepKey] | None = None
         self._unsettled: LaunchedStep | None = None
 
+    @property
+    def attention_backend(self) -> str:
+        """See `AttentionBackend.name`."""
+        return self._machine.attention.name
+
     # -- the step ----------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

@@ -28,6 +28,11 @@ class AttentionBackend(Protocol):
     not reach a result, not even as 0 × NaN.
     """
 
+    @property
+    def name(self) -> str:
+        """As `--attention-backend` would choose it."""
+        ...
+
     def bind(self, pool: KvPool | None) -> None:
         """Work on these pages from the next step on; None lets go of them, and no step may come."""
         ...
@@ -54,6 +59,11 @@ class TorchBackend(AttentionBackend, Protocol):
 
 class PhaseAttention(Protocol):
     """One phase of `AttentionBackend`: decode rows or chunks."""
+
+    @property
+    def name(self) -> str:
+        """See `gpu.attention.selector.BACKENDS`."""
+        ...
 
     def plan(self, view: StepView) -> None:
         """See `AttentionBackend.plan`. Called only for views that can hold this phase's rows."""

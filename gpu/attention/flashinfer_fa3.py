@@ -84,6 +84,8 @@ class FlashInferPrefill:
     it must exist before the first graph.
     """
 
+    name = "flashinfer"
+
     def __init__(self, config: AttentionConfig) -> None:
         check_flashinfer("FA3", config)
         if config.head_dim not in (64, 128, 256):

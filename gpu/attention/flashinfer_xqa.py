@@ -55,6 +55,8 @@ class FlashInferDecode:
     exist before the first graph.
     """
 
+    name = "flashinfer"
+
     def __init__(self, config: AttentionConfig) -> None:
         """`pdl` changes nothing: the kernel's dependent launch is one setting for all threads."""
         check_xqa(config)

@@ -6,6 +6,7 @@ Triton.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 
@@ -38,6 +39,12 @@ where it is ahead), and 328 and 78 us for a long row beside 63 short ones: `deco
 log = logging.getLogger(__name__)
 
 
+@functools.cache
+def _say(text: str) -> None:
+    """Log it once, however many ranks and replicas have it to say."""
+    log.info("%s", text)
+
+
 class PhasedAttention:
     """`AttentionBackend` of two backends. Owner: launch thread."""
 
@@ -45,6 +52,11 @@ class PhasedAttention:
         self._prefill = prefill
         self._decode = decode
         self._caches: list[Cache] = []
+
+    @property
+    def name(self) -> str:
+        """See `AttentionBackend.name`."""
+        return f"prefill={self._prefill.name},decode={self._decode.name}"
 
     def bind(self, pool: KvPool | None) -> None:
         """See `AttentionBackend.bind`."""
@@ -77,7 +89,7 @@ def choose(phase: Phase, name: str, config: AttentionConfig) -> PhaseAttention:
             try:
                 return choose(phase, other, config)
             except ConfigError as error:
-                log.info("%s", error)
+                _say(str(error))
     if (phase, name) not in BACKENDS:
         reason = "it is that of --device cpu" if name == "torch" else "there is no such backend"
         others = ", ".join(other for known, other in BACKENDS if known == phase)
@@ -92,4 +104,6 @@ def device_attention(config: AttentionConfig, backends: str = "") -> AttentionBa
     """Attention of a runner's steps by `backends`, as on the command line. Raises `ConfigError`."""
     names = parse_backends(backends)
     prefill, decode = (choose(phase, names[phase], config) for phase in ("prefill", "decode"))
-    return PhasedAttention(prefill, decode)
+    chosen = PhasedAttention(prefill, decode)
+    _say(f"attention backends: {chosen.name}")
+    return chosen

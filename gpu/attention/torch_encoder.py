@@ -21,6 +21,8 @@ class EncoderAttention:
     Owner: launch thread.
     """
 
+    name = "torch"
+
     def __init__(self) -> None:
         self._groups: list[tuple[Tensor, int]] = []
         """Rows int64 [chunks * length] of the step, and how many chunks they are."""

@@ -63,6 +63,8 @@ class TorchAttention:
     Owner: launch thread.
     """
 
+    name = "torch"
+
     def __init__(
         self,
         windows: Sequence[int],

@@ -64,6 +64,8 @@ class TritonDecode:
     layers that see all positions: that many launches more, whether there are such keys or not.
     """
 
+    name = "triton"
+
     def __init__(self, config: AttentionConfig) -> None:
         _check(config)
         heads, device = config.heads, config.device
@@ -174,6 +176,8 @@ class TritonPrefill:
 
     A `deep` graph cuts its chunks' keys too, where the step's blocks leave programs idle.
     """
+
+    name = "triton"
 
     def __init__(self, config: AttentionConfig) -> None:
         _check(config)

@@ -96,6 +96,8 @@ async def test_requests_a_disconnecting_client_and_a_drain(
             while "Ctrl-C" not in text:
                 text += server.log()
         assert server.url in text and "  try it   curl " in text
+        async with session.get(f"{server.url}/server_info") as answer:
+            assert (await answer.json())["model_card"]["attention_backend"] == "torch"
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
         async with session.post(f"{server.url}/v1/chat/completions", json=body) as answer:
             chat = await answer.json()

@@ -17,6 +17,8 @@ NAN = float("nan")
 class EagerAttention:
     """Paged attention over `caches`, token by token; the output of padding is NaN."""
 
+    name = "eager"
+
     def __init__(
         self,
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
