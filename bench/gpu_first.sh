@@ -17,6 +17,10 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-$PWD/gpu-out}
 MODELS=${MODELS-qwen3-30b-a3b qwen3-8b}
 FLAGS="--device cuda ${FLAGS:-}"
+# A start that chooses by itself would be measured without FA3 where that is not compiled yet.
+if [ "${PDL:-1}" = 1 ] && python3 -c 'import flashinfer' 2> /dev/null; then
+  FLAGS="--attention-backend prefill=flashinfer $FLAGS"
+fi
 CORES=$(nproc)
 LOGS=$(mktemp -d)
 mkdir -p "$OUT"

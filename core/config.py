@@ -74,8 +74,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = 0
     attention_backend: Annotated[
         str,
-        "attention backend on a GPU: NAME, or prefill=NAME,decode=NAME; empty: the fastest "
-        "one measured; one that does not support the model is rejected with the reason",
+        "attention backend on a GPU: NAME, or prefill=NAME,decode=NAME; empty: the fastest one measured "
+        "that is compiled already; one that is named is compiled first, and rejected with the reason if it "
+        "does not support the model",
         "NAME",
     ] = ""
     context_length: Annotated[

@@ -17,6 +17,8 @@ VARIABLES: Mapping[str, str] = {
     "LOOM_CACHE": "where fetched models are kept; default: $XDG_CACHE_HOME/loom or ~/.cache/loom",
     "XDG_CACHE_HOME": "the user's cache directory, when LOOM_CACHE is unset",
     "HF_HUB_OFFLINE": "1 means: never reach the network for a model (the same as --offline)",
+    "FLASHINFER_DISABLE_JIT": "FlashInfer's: it compiles nothing",
+    "MAX_JOBS": "FlashInfer's: how many compilers it runs at once",
     "WORLD_SIZE": "torchrun's, where --nnodes is not given: how many processes divide the ranks",
     "RANK": "torchrun's: which of them this is",
     "LOCAL_RANK": "torchrun's: which of those on this host, and so which GPUs it has",
@@ -55,15 +57,23 @@ def prepare_cpu_threads(threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> 
     """Set the OpenMP variables that torch reads when it is imported. `threads` 0: one thread per CPU of the
     process's affinity, at most the CPU quota of its cgroup. Keeps variables that the operator has set; only a
     `threads` other than 0 overrides OMP_NUM_THREADS."""
-    quota = cpu_quota(cgroup)
-    # Not every system has affinities.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, usable = cpu_quota(cgroup), _affinity()
     if threads:
         os.environ.pop("OMP_NUM_THREADS", None)
     if threads or quota < usable:
         _default("OMP_NUM_THREADS", str(threads or max(int(quota), 1)))
     if "OMP_WAIT_POLICY" not in os.environ:
         _default("GOMP_SPINCOUNT", str(SPINS))
+
+
+def _affinity() -> int:
+    # Not every system has affinities.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPUs of the process's affinity, at most the quota of its cgroup, at least 1."""
+    return max(int(min(_affinity(), cpu_quota(cgroup))), 1)
 
 
 def cpu_quota(cgroup: Path) -> float:

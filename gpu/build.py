@@ -217,7 +217,7 @@ def build_executor(
         first = rank is None or not rank.shard.rank
         maintenance = Maintenance(str(source), load, pool, device.type == "cpu", tiers, first)
         paced = schedule.itl_target > 0
-        each.append(Parts(spec, own, sizes, processors, maintenance, draft, limits, rank, paced))
+        each.append(Parts(spec, own, sizes, processors, maintenance, draft, limits, rank, paced, progress))
     if target.captures(spec):
         from gpu.cuda import captured_runners  # Triton, which a CPU may not have
 

@@ -32,7 +32,7 @@ from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.nodes import NodeOps
 from gpu.ops.peers import PeerOps
 from gpu.ops.ranks import TableOps
-from gpu.parts import Parts, Target
+from gpu.parts import Parts
 from gpu.peers import PeerRank
 from gpu.ranks import Rank
 from gpu.runner import Machine, ModelRunner
@@ -76,7 +76,7 @@ def _captured_runner(
     spec, (device, dtype, _), sizes, rank = parts.spec, parts.target, parts.sizes, parts.rank
     samples = entries.limits.samples  # each token of a decode row is sampled from, and a row to attention
     query = _Query(1 + shape.drafts, shape.trees)
-    attention, plain, pdl = _layers(spec, parts.target, model, cache, samples, query)
+    attention, plain, pdl = _layers(spec, parts, model, cache, samples, query)
     ops: MakeOps = plain
     if rank is not None:
         kind = PeerOps if isinstance(rank, PeerRank) else NodeOps
@@ -91,7 +91,7 @@ def _captured_runner(
     if (draft := parts.draft) is not None:
         run = None
         if (layers := draft.layers) is not None:
-            own = _layers(layers, parts.target, model, cache, samples, query)
+            own = _layers(layers, parts, model, cache, samples, query)
             pages = pool_of(layers, page_dtype(cache, dtype), device)
             beside: MakeOps = own.ops
             if rank is not None:
@@ -121,12 +121,14 @@ class _Layers(NamedTuple):
 
 
 def _layers(
-    spec: ModelSpec, target: Target, model: ModelConfig, cache: CacheConfig, samples: int, query: _Query
+    spec: ModelSpec, parts: Parts, model: ModelConfig, cache: CacheConfig, samples: int, query: _Query
 ) -> _Layers:
-    """Those of `spec`, for steps of up to `samples` samples and rows of such a `query`."""
-    device, dtype, facts = target
+    """Those of `spec`, in a runner of `parts`, for steps of up to `samples` samples and rows of such a
+    `query`."""
+    device, dtype, facts = parts.target
     config = attention_config(spec, cache.page_size, samples, dtype, device, facts)
     config = config._replace(cascade_rows=CASCADE_ROWS, query=query.longest, trees=query.trees)
+    config = config._replace(progress=parts.progress)
     if page_dtype(cache, dtype).itemsize == 1:
         # A checkpoint's own are not read yet. At 1 e4m3 has its three bits from 2^-6 to 448, and saturates.
         config = config._replace(kv_scales=(1.0, 1.0))

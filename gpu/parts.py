@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from core.adapters import AdapterLimits
 from core.models import ModelSpec
+from gpu.attention.backend import silent
 from gpu.device import CudaFacts
 from gpu.draft.build import Draft
 from gpu.maintenance import Maintenance
@@ -39,7 +40,8 @@ class Sizes(NamedTuple):
 
 class Parts(NamedTuple):
     """What a runner is made of. `rank`: which it is of several; `spec` is that of its part. `paced`: it
-    measures what chunks cost when it starts."""
+    measures what chunks cost when it starts. `progress` is told what making it waits for, as a stage and the
+    share of it that is done."""
 
     spec: ModelSpec
     target: Target
@@ -50,6 +52,7 @@ class Parts(NamedTuple):
     adapters: AdapterLimits | None = None
     rank: Rank | None = None
     paced: bool = False
+    progress: Callable[[str, float], None] = silent
 
     def shape(self, page_size: int, chunks: int) -> Shape:
         """Of a runner whose steps have up to so many `chunks`."""

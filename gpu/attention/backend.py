@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -78,6 +79,10 @@ class PhaseAttention(Protocol):
         ...
 
 
+def silent(stage: str, share: float) -> None:
+    """Takes progress that nobody watches."""
+
+
 class AttentionConfig(NamedTuple):
     """What a backend is made for, and how it runs.
 
@@ -95,6 +100,7 @@ class AttentionConfig(NamedTuple):
     pdl           programmatic dependent launch (compute capability 9.0)
     cascade_rows  graphs of at least so many decode rows attend once to the keys that all rows share; 0: none
                   does
+    progress      called with what a start waits for, and the share of it that is done
     """
 
     heads: int
@@ -115,6 +121,7 @@ class AttentionConfig(NamedTuple):
     trees: bool = False
     sinks: bool = False
     values: int = 0
+    progress: Callable[[str, float], None] = silent
 
 
 def attention_config(

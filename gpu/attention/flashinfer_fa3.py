@@ -15,7 +15,6 @@ device.
 
 from __future__ import annotations
 
-import logging
 import math
 from importlib.util import find_spec
 from typing import Any
@@ -25,13 +24,12 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from gpu.attention.backend import AttentionConfig, Cache
+from gpu.attention.fa3_build import is_built, module_args, module_spec, require_built
 from gpu.attention.triton_paged import TritonPrefill, chunks_of
 from gpu.device import HOPPER
 from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
 from gpu.kernels.attention.kv_packing import pack, plan_packing
 from gpu.state.view import StepView
-
-log = logging.getLogger(__name__)
 
 CAUSAL, NHD = 1, 0
 """FlashInfer's codes of mask and layout."""
@@ -77,6 +75,22 @@ def check_flashinfer(name: str, config: AttentionConfig) -> None:
         raise ConfigError(f"{name} computes in bfloat16 and float16, not in {config.dtype}.")
 
 
+def check_fa3(config: AttentionConfig) -> None:
+    """Raises `ConfigError` where FA3 cannot run."""
+    check_flashinfer("FA3", config)
+    if config.head_dim not in (64, 128, 256):
+        raise ConfigError(f"FA3 has head_dim 64, 128 and 256, not {config.head_dim}.")
+    if config.kv_scales is not None:
+        raise ConfigError("FA3 reads float8 pages only with float8 queries.")
+
+
+def compiled_prefill(config: AttentionConfig) -> FlashInferPrefill:
+    """One that is made without compiling. Raises `ConfigError` with what compiles it, or why nothing does."""
+    check_fa3(config)
+    require_built(config)
+    return FlashInferPrefill(config)
+
+
 class FlashInferPrefill:
     """`PhaseAttention` of chunks. Owner: launch thread.
 
@@ -87,11 +101,7 @@ class FlashInferPrefill:
     name = "flashinfer"
 
     def __init__(self, config: AttentionConfig) -> None:
-        check_flashinfer("FA3", config)
-        if config.head_dim not in (64, 128, 256):
-            raise ConfigError(f"FA3 has head_dim 64, 128 and 256, not {config.head_dim}.")
-        if config.kv_scales is not None:
-            raise ConfigError("FA3 reads float8 pages only with float8 queries.")
+        check_fa3(config)
         self._config = config
         self._triton = TritonPrefill(config)
         self._kernels = {window > 0: _kernels(config, window > 0) for window in sorted(set(config.windows))}
@@ -158,13 +168,12 @@ class FlashInferPrefill:
 
 def _kernels(config: AttentionConfig, windowed: bool) -> Any:
     """FlashInfer's `paged_run` and `ragged_run` for these types and sizes: one library."""
-    from flashinfer.prefill import gen_batch_prefill_module, get_batch_prefill_module
-
-    dim, dtype = config.head_dim, config.dtype
-    args = (dtype, dtype, dtype, torch.int32, dim, dim, 0, windowed, config.cap > 0, False)
+    args = module_args(config, windowed)
     try:
-        if not gen_batch_prefill_module("fa3", *args).is_compiled:
-            log.info("FlashInfer compiles FA3 for this model, once: one to two minutes")
+        from flashinfer.prefill import get_batch_prefill_module
+
+        if not is_built(module_spec(*args)):
+            config.progress("FlashInfer compiles FA3 for this model, once: one to two minutes", 0.0)
         return get_batch_prefill_module("fa3", *args)
     except (OSError, RuntimeError) as error:  # no compiler, no ninja, another CUDA
         raise ConfigError(f"FlashInfer could not build FA3: {str(error)[-300:]}") from error

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from gpu.attention.backend import AttentionBackend, AttentionConfig, Cache, Phase, PhaseAttention
-from gpu.attention.flashinfer_fa3 import FlashInferPrefill
+from gpu.attention.flashinfer_fa3 import FlashInferPrefill, compiled_prefill
 from gpu.attention.flashinfer_xqa import FlashInferDecode
 from gpu.attention.registry import AUTO, FLAG, parse_backends
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
@@ -35,6 +35,12 @@ FA3 and of our prefill: 550 and 386 (2 x 4,096), 511 and 403 (1 x 8,192), 448 an
 2,048), 371 and 238 (8 x 1,024). TB/s of XQA and of our decode: 3.66 and 4.13 (256 rows of 1,024 keys), 3.66
 and 4.32 (64 of 8,192), 3.23 and 3.32 (32 of 1,024; with 4 KV heads 3.04 and 2.77, the one size of twelve
 where it is ahead), and 328 and 78 us for a long row beside 63 short ones: `decode-xqa-h200.json`."""
+
+AT_ONCE: Mapping[tuple[Phase, str], Callable[[AttentionConfig], PhaseAttention]] = {
+    ("prefill", "flashinfer"): compiled_prefill,
+}
+"""In place of `BACKENDS` where nothing was chosen by name: those that might have to be compiled first, for a
+minute or two. Each raises `ConfigError` instead."""
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +93,9 @@ def choose(phase: Phase, name: str, config: AttentionConfig) -> PhaseAttention:
         *better, name = BEST[phase]
         for other in better:
             try:
-                return choose(phase, other, config)
+                return AT_ONCE.get((phase, other), BACKENDS[phase, other])(config)
             except ConfigError as error:
-                _say(str(error))
+                _say(f"{phase} attention is not {other}'s in this start: {error}")
     if (phase, name) not in BACKENDS:
         reason = "it is that of --device cpu" if name == "torch" else "there is no such backend"
         others = ", ".join(other for known, other in BACKENDS if known == phase)

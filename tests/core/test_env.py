@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.env import SPINS, cpu_quota, prepare_cpu_threads
+from core.env import SPINS, cpu_quota, prepare_cpu_threads, usable_cpus
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -44,6 +44,12 @@ def test_no_cgroup_is_no_quota(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) == float("inf")
     prepare_cpu_threads(0, tmp_path)
     assert found() == [None, None, str(SPINS)]
+
+
+@pytest.mark.parametrize(("limit", "cpus"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)])
+def test_usable_cpus(tmp_path: Path, limit: str, cpus: int) -> None:
+    (tmp_path / "cpu.max").write_text(limit)
+    assert usable_cpus(tmp_path) == cpus
 
 
 def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
