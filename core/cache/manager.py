@@ -249,9 +249,13 @@ class CacheManager:
         node = self._tree.cut(hold.node, hold.shared, pages)
         return self._checkpoints.add(node, hold.marks[num_tokens])
 
-    def save_ahead(self, hold: Hold, num_tokens: int) -> int:
-        """The same of tokens that will be committed with the hold's release."""
-        return 0 if self._checkpoints is None else self._checkpoints.pend(hold, num_tokens)
+    def save_ahead(self, hold: Hold, num_tokens: int, new: bool = True) -> int:
+        """The same of tokens that will be committed with the hold's release. Asked for again it is the same;
+        unless `new`, there is none but then."""
+        if self._checkpoints is None:
+            return 0
+        known = dict(hold.pending).get(num_tokens, 0)
+        return known or (self._checkpoints.pend(hold, num_tokens) if new else 0)
 
     def _settle(self, hold: Hold, keep: bool) -> None:
         """Give the last state that was saved ahead to the node that was committed up to it."""

@@ -93,7 +93,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 class Save(msgspec.Struct, frozen=True, gc=False):
     """Keep the state of linear attention that `slot` has behind its first `tokens` tokens, the last of which
-    is one of the step's, as `checkpoint`."""
+    is one of the step's, as `checkpoint`. While drafts are in flight any of several steps may be the one that
+    passes it, and each is told. A state behind a rejected draft is saved over when the right token comes."""
 
     slot: int
     tokens: int

@@ -45,7 +45,8 @@ class PlanBuilder:
         self._chunks: list[tuple[Request, Chunk]] = []
         self._new: list[NewSlot] = []
         self._writes: list[tuple[Ints, Ints, Ints]] = []
-        self._saves: list[Save] = []
+        self._saves: dict[int, Save] = {}
+        """By checkpoint: where they are few, a later save may be given one that an earlier save had."""
 
     @property
     def full(self) -> bool:
@@ -88,7 +89,7 @@ class PlanBuilder:
     def save(self, slot: int, tokens: int, checkpoint: int) -> None:
         """Keep the slot's states behind so many tokens; checkpoint 0: do not."""
         if checkpoint:
-            self._saves.append(Save(slot, tokens, checkpoint))
+            self._saves[checkpoint] = Save(slot, tokens, checkpoint)
 
     def build(self, step: int, table: SlotTable) -> tuple[StepPlan, InFlightStep]:
         """The frozen plan, and its record for the ledger."""
@@ -104,7 +105,7 @@ class PlanBuilder:
             proposes=self.grant.proposes,
             adapters=table.has_adapter(self.decode_slots)
             or table.has_adapter(np.asarray([chunk.slot for _, chunk in self._chunks], np.int64)),
-            saves=tuple(self._saves),
+            saves=tuple(self._saves.values()),
         )
         rows, slots = self._decode, self.decode_slots
         sampling = [r for r, c in self._chunks if c.samples]

@@ -71,20 +71,29 @@ class DecodeRows:
         if not drafting and not self._take_pages(builder, 1):
             requests, slots = self._plan_short(builder)
         if len(slots):
-            self._table.least[slots] += 1
-            self._table.most[slots] += self._table.queries(slots, grant.query_length)
+            queries = self._table.queries(slots, grant.query_length)
             if self._cache.interval:
-                self._save(builder, requests, slots)
+                self._save(builder, requests, slots, queries)
+            self._table.least[slots] += 1
+            self._table.most[slots] += queries
             builder.decode(requests, slots, self._shared_prefix.count() << self._shift, grant)
             self._new_token_ratio.step()
 
-    def _save(self, builder: PlanBuilder, requests: list[Request], slots: NDArray64) -> None:
-        """Keep the states of rows that are at a multiple of the interval behind this step."""
-        tokens = self._table.least[slots]
-        for row in np.flatnonzero(tokens % self._cache.interval == 0).tolist():
-            hold, count = requests[row].hold, int(tokens[row])
+    def _save(
+        self, builder: PlanBuilder, requests: list[Request], slots: NDArray64, queries: Ints | int
+    ) -> None:
+        """Keep the states of rows that may reach the next multiple of the interval in this step.
+
+        While it is not known how many drafts are accepted, several steps may be the one, and each is told. A
+        multiple that a step may have passed untold has no checkpoint.
+        """
+        table, interval = self._table, self._cache.interval
+        least, most = table.least[slots], table.most[slots]
+        due = (least // interval + 1) * interval
+        for row in np.flatnonzero(due <= np.minimum(most + queries, table.limit[slots])).tolist():
+            hold, count = requests[row].hold, int(due[row])
             assert hold is not None
-            builder.save(int(slots[row]), count, self._cache.save_ahead(hold, count))
+            builder.save(int(slots[row]), count, self._cache.save_ahead(hold, count, count > most[row]))
 
     def _grant(self, builder: PlanBuilder) -> Grant:
         """Drafts of the whole step. Prompts keep at least half of the tokens beside the rows."""

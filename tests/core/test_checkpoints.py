@@ -139,18 +139,26 @@ def test_equal_prompts_of_one_step_are_computed_once() -> None:
     assert [request.cached for request in long] == [0, 0, 192, 192]
 
 
-@pytest.mark.parametrize("checkpoints", [0, 2, 30])
-def test_conversations_with_preemption(checkpoints: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every text is the oracle's, and the fake device checks each state against the tokens."""
+@pytest.mark.parametrize(("checkpoints", "drafts"), [(0, 0), (2, 0), (30, 0), (2, 3), (30, 3), (30, 9)])
+def test_conversations_with_preemption(
+    checkpoints: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every text is the oracle's, and the fake device checks each state against the tokens. Drafts in flight
+    may pass several multiples of the interval."""
     monkeypatch.setattr(manager, "GAIN", 8)
     monkeypatch.setattr(manager, "INTERVAL", 8)
     rng = random.Random(checkpoints)
-    h = Harness(pages=48, rows=4, depth=2, checkpoints=checkpoints, conservativeness=0.01)
+    h = Harness(
+        pages=48, rows=4, depth=2, drafts=drafts, checkpoints=checkpoints, seed=5, conservativeness=0.01
+    )
     system = [rng.randrange(97) for _ in range(30)]
     texts = [list(system) for _ in range(4)]
     for _ in range(4):
         requests = [h.request(text, max_tokens=rng.randrange(5, 30)) for text in texts]
         h.run()
+        own = h.scheduler.cache
+        for node in own._tree.walk():
+            assert not node.checkpoint or h.executor.checkpoints[node.checkpoint][0] == own._depth(node)
         for text, request in zip(texts, requests, strict=True):
             h.check(request)
             text += [*h.delivered[request.id], rng.randrange(97)]

@@ -59,7 +59,7 @@ class Traffic:
             itl_target=rng.choice([0, 2, 12]),
             prefill_weight=rng.choice([0.2, 32]),
             chunk_costs=CHUNKS,
-            checkpoints=(None, 0, 3, 20)[seed // 2 % 4] if not drafts else None,
+            checkpoints=(None, 0, 3, 20)[seed // 2 % 4],
             order=POLICIES[seed // 4 % len(POLICIES)],  # in 28 seeds each with every number of places
             prefill_first=rng.random() < 0.3,
             conservativeness=rng.choice([0.01, 0.5, 1.0]),

@@ -115,7 +115,8 @@ class FakeExecutor:
         self.states: dict[int, tuple[int, int]] = {}
         """By slot: length and hash of what its linear attention has seen."""
         self.checkpoints = {0: START}
-        self._saves: dict[tuple[int, int], int] = {}
+        self._saves: dict[int, dict[int, int]] = {}
+        """By slot: numbers of tokens, and the checkpoint that takes the state behind so many."""
         self.closed = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -197,6 +198,7 @@ class FakeExecutor:
             self.undrafted -= {new.slot}
             self.undrafted |= {new.slot} if new.grammar or new.params.processor else set()
             self.length[new.slot] = new.cached
+            self._saves[new.slot] = {}
             if capabilities.checkpoints is not None:
                 self.states[new.slot] = self.checkpoints[new.checkpoint]
                 assert self.states[new.slot][0] == new.cached, "states of another length"
@@ -206,7 +208,13 @@ class FakeExecutor:
         writes = plan.page_writes
         self.table[writes.slots, writes.indices] = writes.pages
         before = self.length.copy()
-        self._saves = {(save.slot, save.tokens): save.checkpoint for save in plan.saves}
+        assert len({save.checkpoint for save in plan.saves}) == len(plan.saves), "two write one checkpoint"
+        before_step = {slot: self._saves[slot] for slot in {save.slot for save in plan.saves}}
+        self._saves |= {slot: {} for slot in before_step}
+        for save in plan.saves:
+            self._saves[save.slot][save.tokens] = save.checkpoint
+            if before_step[save.slot].get(save.tokens) != save.checkpoint:
+                self.checkpoints[save.checkpoint] = REJECTED, 0
         assert max(Counter(save.slot for save in plan.saves).values(), default=0) <= MOST_SAVES
         self._check_common(plan)
         rows, queries = self._decode(plan)
@@ -215,7 +223,9 @@ class FakeExecutor:
             self._store(chunk.slot, chunk.start, chunk.tokens)
         ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
         rows += [[self._sample(slot)] for slot in ends]
-        assert not self._saves, "a checkpoint of tokens that the step does not pass"
+        if not capabilities.max_drafts:
+            passed = all(self.checkpoints[save.checkpoint][0] == save.tokens for save in plan.saves)
+            assert passed, "a checkpoint of tokens that the step does not pass"
         slots = [
             slot for slot, made in zip([*plan.decode_slots.tolist(), *ends], rows, strict=True) for _ in made
         ]
@@ -331,9 +341,10 @@ class FakeExecutor:
             assert page > 0, "a row writes to the dump page"
             self.pool[page, position % size] = token if token < 0 else token + added
             if slot in self.states:
-                self.states[slot] = advance(self.states[slot], token + added)
-                if (checkpoint := self._saves.pop((slot, position + 1), 0)) > 0:
-                    self.checkpoints[checkpoint] = self.states[slot]
+                if token >= 0:
+                    self.states[slot] = advance(self.states[slot], token + added)
+                if (checkpoint := self._saves[slot].get(position + 1, 0)) > 0:
+                    self.checkpoints[checkpoint] = self.states[slot] if token >= 0 else (REJECTED, 0)
         self.length[slot] = end
 
     def _sample(self, slot: int) -> int:
