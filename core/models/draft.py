@@ -92,6 +92,8 @@ class DraftSpec(msgspec.Struct, frozen=True, kw_only=True):
     """DFlash: tokens of a block see only those before them."""
     prefix: str = ""
     """MTP: how names of its tensors begin in the target's checkpoint."""
+    names: Mapping[str, str] = {}
+    """MTP: how names begin here and there. The first that fits counts."""
 
 
 def read_draft(config: Config, target: ModelSpec) -> DraftSpec:

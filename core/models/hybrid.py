@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from core.models.fields import Fields
-from core.models.read import FULL, Defaults, architecture_of, common, with_qwen_experts
+from core.models.read import FULL, MOST_LAYERS, Defaults, architecture_of, common, with_qwen_experts
 from core.models.spec import LinearSpec, ModelSpec
 
 LINEAR = "linear_attention"
@@ -90,7 +90,13 @@ def _hybrid(fields: Fields, mixed: bool) -> ModelSpec:
         )
     if linear.kernel < 2:
         raise fields.wrong("linear_conv_kernel_dim", "at least 2")
-    return msgspec.structs.replace(spec, architecture=architecture_of(fields), linear=linear)
+    # Qwen3-Next's config does not say that there is one; one made of a .gguf file says if there is none.
+    name = "mtp_num_hidden_layers" if fields.has("mtp_num_hidden_layers") else "num_nextn_predict_layers"
+    if (more := fields.count(name, 1)) > MOST_LAYERS:
+        raise fields.wrong(name, f"at most {MOST_LAYERS:,}")
+    return msgspec.structs.replace(
+        spec, architecture=architecture_of(fields), linear=linear, more_layers=more
+    )
 
 
 def _linear_layers(fields: Fields, layers: int) -> frozenset[int]:

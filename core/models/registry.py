@@ -42,8 +42,8 @@ _LANGUAGE_MODEL = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-_BESIDE_QWEN = ("mtp.", "model.visual.")
-"""Heads that draft by multi-token prediction, and what reads images."""
+_BESIDE_QWEN = ("model.visual.",)
+"""What reads images."""
 _QKV = {
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
     "conv1d": ("conv1d_q", "conv1d_k", "conv1d_v"),

@@ -41,7 +41,11 @@ class Mtp(ChainModel):
 
     def places(self) -> Places:
         """See `DraftModel.places`: names are those of the target's checkpoint."""
-        return {name.replace(FIRST, self.spec.prefix): place for name, place in super().places().items()}
+        return {self._theirs(name): place for name, place in super().places().items()}
+
+    def _theirs(self, name: str) -> str:
+        own = next(begin for begin in self.spec.names if name.startswith(begin))
+        return self.spec.names[own] + name.removeprefix(own)
 
     def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
         """See `DraftModel.fuse`: the last hidden state as it is."""

@@ -9,7 +9,8 @@ import msgspec
 import torch
 
 from core.errors import ModelError
-from core.models import DraftSpec
+from core.models import DraftSpec, family_of
+from core.models.mtp import FIRST
 from gpu.models.base import CausalModel
 from gpu.models.dflash import DFlash
 from gpu.models.draft import DraftModel
@@ -39,6 +40,8 @@ _UNUSED = ("t2d", f"{_BASE}t2d")
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Of the target's tables, at an MTP layer."""
 
+_NORMS = ("norm.weight", "norm_hidden.weight", "norm_embedding.weight")
+
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "fc.bias")
 
 
@@ -61,11 +64,17 @@ def load_draft(
             fill_dummy({name: place for name, place in places.items() if place.is_floating_point()}, device)
             progress(1.0)
         else:
-            unused = tuple(spec.prefix + name for name in _COPIES) if spec.prefix else _UNUSED
-            filler = Filler(places, copier(device), _BASE, unused, Names({} if spec.prefix else _ALIASES))
-            int4 = spec.decoder.stored_int4 if spec.prefix else None
+            names, unused, int4 = Names(_ALIASES), list(_UNUSED), None
+            if spec.prefix:
+                names = Names(by_expert=family_of(spec.decoder.architecture).by_expert)
+                unused, int4 = [spec.names[FIRST] + name for name in _COPIES], spec.decoder.stored_int4
+            filler = Filler(places, copier(device), _BASE, tuple(unused), names)
             fill_from_safetensors(filler, source, device, progress, int4, spec.prefix)
             filler.finish(str(source))
+            if spec.decoder.norm_offset:
+                for name, place in places.items():
+                    if name.endswith(_NORMS):
+                        place.add_(spec.decoder.norm_offset)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
         model.seal()
@@ -82,8 +91,8 @@ def check_layer(source: Path, prefix: str) -> None:
         )
     if not any(name.startswith(prefix) for names in names_by_file(source).values() for name in names):
         raise ModelError(
-            f"{source} has no tensors {prefix}*, the layer for multi-token prediction that its config.json "
-            "names: serve it without --speculative-algorithm mtp, or fetch a checkpoint that has them."
+            f"{source} has no tensors {prefix}*, the layer for multi-token prediction: serve it without "
+            "--speculative-algorithm mtp, or fetch a checkpoint that has them."
         )
 
 

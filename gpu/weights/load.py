@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from core.models import ModelSpec, family_of
+from core.models.mtp import further_layers
 from gpu.layers.delta import GATED_NORM
 from gpu.models.base import CausalModel
 from gpu.models.bert import Bert
@@ -51,11 +52,7 @@ def load_model(
             return model
         stacked = spec.moe is not None and spec.moe.stacked
         names = Names(renamed=family.renamed, fused=family.fused, stacked=stacked, by_expert=family.by_expert)
-        further = tuple(
-            f"{begin}.{spec.layers + i}."
-            for begin in ("model.layers", "blk")
-            for i in range(spec.more_layers)
-        )
+        further = further_layers(spec)
         filler = Filler(places, copier(device), family.base, family.unused + further, names, model.slices)
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)
@@ -86,12 +83,16 @@ def _tell_skipped(skipped: list[str], architecture: str, further: tuple[str, ...
     layers behind the last."""
     if not skipped:
         return
-    how = "as a language model alone"
-    if any(name.startswith(further) for name in skipped):
-        how = "without its layers for multi-token prediction, but for drafts (--speculative-algorithm mtp)"
+    drafts = sum(name.startswith(further) for name in skipped)
+    how = [
+        "as a language model alone" * (drafts < len(skipped)),
+        "without its layers for multi-token prediction, but for drafts (--speculative-algorithm mtp)"
+        * (drafts > 0),
+    ]
     log.info(
-        "%d tensors are not used (%s, ...): %s is served %s", len(skipped), skipped[0], architecture, how
-    )
+        "%d tensors are not used (%s, ...): %s is served %s",
+        len(skipped), skipped[0], architecture, ", ".join(filter(None, how)),
+    )  # fmt: skip
 
 
 def _tell_quantised(quantised: list[str], spec: ModelSpec) -> None:

@@ -13,8 +13,6 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from app.compose import load_executors
-from app.settings import parse
 from core.config import CacheConfig, SpeculativeConfig
 from core.errors import ConfigError, ModelError
 from core.models import DraftSpec, ModelSpec
@@ -32,7 +30,7 @@ from tests.rigs import drafters, gguf_file, mtp, tiny_model
 from tests.rigs.draft_heads import Pages
 from tests.rigs.draft_jobs import FEW, HOSTS_OWN, Engines, engines_of, jobs, same
 from tests.rigs.drafting import Drafts
-from tests.rigs.driver import Driver
+from tests.rigs.driver import Driver, serve
 from tests.rigs.fp8_files import per_block, quantised
 from tests.rigs.int4_files import KINDS, WIDE, plain_of, quantise
 from tests.rigs.runner import CPU
@@ -42,6 +40,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4-moe": {},
     "deepseek-v3": {},
     "glm4-moe-lite": {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "qwen3-next": {},
+    "qwen3.5": {},
+    "qwen3.5-moe": {},
 }
 
 
@@ -129,12 +130,7 @@ TOKENS = 24
 def served(path: Path, algorithm: str, tp: int = 1) -> tuple[list[list[int]], Driver]:
     """Texts of the prompts, twice, by a server's executor with too few pages for all rows at once, and what
     ran them."""
-    (path / "tokenizer.json").write_text("{}")  # has to be there; an executor needs none
-    flags = f"--device cpu --context-length 128 --page-size 4 --kv-tokens 128 --step-tokens 32 --tp {tp}"
-    flags += f" --max-running 4 --conservativeness 0.01 --speculative-algorithm {algorithm}"
-    config = parse(["--model", str(path), *flags.split()])
-    (made,) = load_executors(config, lambda stage, share: None)
-    driver = Driver(made, config.schedule)
+    driver = serve(path, f"--kv-tokens 128 --tp {tp} --speculative-algorithm {algorithm}")
     try:
         params = [SamplingParams(temperature=0.0, max_tokens=TOKENS)] * len(PROMPTS)
         found = [answer.tokens for _ in range(2) for answer in driver.run(PROMPTS, params)]
@@ -207,7 +203,33 @@ def test_every_tensor_counts(tmp_path: Path) -> None:
     loaded(tmp_path)
 
 
-@pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3"])
+def test_a_hybrids_layer_may_stack_its_experts(tmp_path: Path) -> None:
+    """As Qwen3.5's do. With an embedding of its own it is refused: here it reads the target's."""
+    path = mtp.build("qwen3.5-moe", tmp_path).path
+    _, want = loaded(path)
+    with device_thread(CPU):
+        ctx, states = Pages.of(want.spec.decoder).chunk(0, 0, 5), torch.randn(5, 64)
+        expected, _ = want.forward(ctx, torch.arange(5), states.clone())
+    file, own = path / "model.safetensors", "mtp.layers.0.mlp.experts."
+    stored = load_file(file)
+    named = {name: stored.pop(name) for name in [name for name in stored if name.startswith(own)]}
+    each = [
+        {part: named[f"{own}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")}
+        for expert in range(4)
+    ]
+    stored[f"{own}gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in each])
+    stored[f"{own}down_proj"] = torch.stack([one["down"] for one in each])
+    save_file(stored, file, metadata={"format": "pt"})
+    _, layer = loaded(path)
+    with device_thread(CPU):
+        ctx = Pages.of(layer.spec.decoder).chunk(0, 0, 5)
+        torch.testing.assert_close(layer.forward(ctx, torch.arange(5), states.clone())[0], expected)
+    save_file({**stored, "mtp.embed_tokens.weight": torch.ones(VOCAB, 64)}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"not part of this architecture: mtp\.embed_tokens\.weight"):
+        loaded(path)
+
+
+@pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3", "qwen3-next"])
 def test_an_fp8_layer_is_the_numbers_that_it_stands_for(variant: str, tmp_path: Path) -> None:
     """Packed where the model holds them packed, else dequantised."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128}

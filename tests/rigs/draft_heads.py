@@ -18,7 +18,10 @@ from core.request import SamplingParams
 from gpu.attention import TorchAttention, torch_attention
 from gpu.context import ForwardContext
 from gpu.kv.pool import KvPool
+from gpu.kv.states import StatePool
+from gpu.ops.delta import gated_delta
 from gpu.ops.plain import TorchOps
+from gpu.state.recurrent import StepStates
 from gpu.state.view import StepView
 from tests.rigs.arrays import ints
 from tests.rigs.views import Views
@@ -254,6 +257,8 @@ class Pages(NamedTuple):
         """Pages for the layers of `spec`."""
         attention = torch_attention(spec)
         pool = KvPool(spec.layers, 64, page_size, spec.kv_shape, torch.float32, CPU)
+        if spec.linear is not None:
+            pool.states = StatePool(spec.linear, 3, 0, torch.float32, CPU)
         attention.bind(pool)
         return cls(Views(2, 32, page_size, 256), attention, pool, [])
 
@@ -293,7 +298,9 @@ class Pages(NamedTuple):
     def _context(self, view: StepView) -> ForwardContext:
         self.attention.plan(view)
         self.seen.append(view)
-        return ForwardContext(view.positions.long(), TorchOps(view, self.attention))
+        pool = self.pool.states
+        states = None if pool is None else StepStates(pool, view, gated_delta)
+        return ForwardContext(view.positions.long(), TorchOps(view, self.attention), states=states)
 
 
 def aux_width(spec: DraftSpec) -> int:

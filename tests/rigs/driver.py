@@ -10,6 +10,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from app.compose import load_executors
+from app.settings import parse
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.command import Action, Command, CommandDone
@@ -24,6 +26,15 @@ from core.types import Floats, RootKey
 from tests.rigs.wait import PATIENCE
 
 Prompt = Sequence[int] | Floats
+
+
+def serve(path: Path, flags: str) -> Driver:
+    """A driver of the executor of a server of the model at `path`, with few rows of short texts."""
+    (path / "tokenizer.json").write_text("{}")  # has to be there; an executor needs none
+    few = "--device cpu --context-length 160 --page-size 4 --step-tokens 32 --max-running 4"
+    config = parse(["--model", str(path), *f"{few} --conservativeness 0.01 {flags}".split()])
+    (made,) = load_executors(config, lambda stage, share: None)
+    return Driver(made, config.schedule)
 
 
 class Answer(NamedTuple):

@@ -84,7 +84,9 @@ def close(fused: torch.Tensor, plain: torch.Tensor) -> None:
     torch.testing.assert_close(fused[: len(plain)], plain, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3-vllm", "eagle3.1", "glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["eagle", "eagle3-vllm", "eagle3.1", "glm4-moe", "deepseek-v3", "qwen3-next"]
+)
 def test_chain(name: str, tmp_path: Path) -> None:
     with device_thread(CPU):
         both = Both(name, tmp_path)
