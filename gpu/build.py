@@ -205,7 +205,8 @@ def build_executor(
         kept = page_dtype(cache, dtype)
         pool = KvPool(spec.kv_layers, memory.num_pages, cache.page_size, spec.kv_shape, kept, device)
         if spec.linear is not None:
-            pool.states = StatePool(spec.linear, sizes.rows + 1, memory.checkpoints, dtype, device)
+            drafts = 0 if draft is None else draft.most
+            pool.states = StatePool(spec.linear, sizes.rows + 1, memory.checkpoints, dtype, device, drafts)
         return pool
 
     progress("pool", 0.0)
@@ -450,8 +451,8 @@ def _memory(
     needs, (draft, adapting, ranks, nodes) = None, beside
     limits, adapters = (None, 0) if adapting is None else (adapting.limits, adapting.device_bytes)
     rows, tokens, _ = sizes
+    drafts = 0 if draft is None else draft.most
     if target.device.type == "cuda":
-        drafts = 0 if draft is None else draft.most
         samples = most_samples(rows, tokens, drafts)
         padded = PaddedSizes(samples, tokens, rows, drafts, limits)
         graphs = len(list(padded.all())) if target.captures(spec) else 0
@@ -463,10 +464,10 @@ def _memory(
             needs = needs._replace(drafts=draft.held_bytes(spec, sizes, samples, target.dtype), page=page)
     else:
         available = available // ranks - adapters  # all of this process share a CPU's memory
-    slots, each = with_states(spec, target.dtype, rows, available)
+    slots, each = with_states(spec, target.dtype, rows, available, drafts)
     room = available - slots * each
     plan = plan_memory(spec, target.dtype, cache, room, rows * sizes.context, needs, loaded)
-    return plan._replace(available=plan.available + slots * each, slots=slots, state_bytes=each)
+    return plan._replace(available=plan.available + slots * each, slots=slots, slot_bytes=each)
 
 
 def _free_bytes(targets: Sequence[Target], nodes: Nodes | None) -> int:

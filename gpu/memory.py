@@ -89,9 +89,11 @@ class MemoryPlan(NamedTuple):
     weight_dtype: str = ""
     checkpoints: int = 0
     state_bytes: int = 0
-    """Of linear attention, for one slot or checkpoint."""
+    """Of linear attention, for one checkpoint."""
     slots: int = 0
     """That have states."""
+    slot_bytes: int = 0
+    """Of linear attention, for one slot."""
 
     @property
     def pool(self) -> int:
@@ -104,7 +106,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def left(self) -> int:
-        states = (self.slots + self.checkpoints) * self.state_bytes
+        states = self.slots * self.slot_bytes + self.checkpoints * self.state_bytes
         return self.available - self.weights - sum(self.needs.fixed) - self.pool - states
 
 
@@ -236,8 +238,10 @@ def plan_memory(
     kept = page_dtype(cache, dtype)
     page_bytes = KvPool.page_bytes(spec.kv_layers, size, spec.kv_shape, kept)
     page_bytes += 0 if needs is None else needs.page
-    plan = MemoryPlan(available, weights, page_bytes, 0, size, needs or Needs(), _name(kept), kinds)
     state = StatePool.entry_bytes(spec.linear, dtype) * cache.radix_cache
+    plan = MemoryPlan(
+        available, weights, page_bytes, 0, size, needs or Needs(), _name(kept), kinds, state_bytes=state
+    )
     if cache.kv_tokens:
         pages = -(-cache.kv_tokens // size) + 1
         if pages * page_bytes > left:
@@ -270,12 +274,15 @@ def _copied(spec: ModelSpec, dtype: torch.dtype, on_cpu: bool) -> int:
     return table if spec.tied and on_cpu and dtype == torch.float32 else 0
 
 
-def with_states(spec: ModelSpec, dtype: torch.dtype, rows: int, available: int) -> tuple[int, int]:
-    """Slots that have states of linear attention, and the bytes of each; (0, 0) without. Raises `ConfigError`
-    where those of so many `rows` take most of what is `available`."""
+def with_states(
+    spec: ModelSpec, dtype: torch.dtype, rows: int, available: int, drafts: int = 0
+) -> tuple[int, int]:
+    """Slots that have states of linear attention, and the bytes of each, with those of up to `drafts` drafts;
+    (0, 0) without. Raises `ConfigError` where those of so many `rows` take most of what is `available`."""
     if spec.linear is None:
         return 0, 0
-    slots, each = rows + 2, StatePool.entry_bytes(spec.linear, dtype)
+    each = StatePool.entry_bytes(spec.linear, dtype) + StatePool.pending_bytes(spec.linear, drafts, dtype)
+    slots = rows + 2
     if slots * each > available // 2:
         raise ConfigError(
             f"Not enough memory: the states of {rows} running requests need {_gib(slots * each)}, "
@@ -336,13 +343,16 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens in {plan.kv_dtype}"
     names = ("graphs", "logits", "penalty counts", "workspace", "drafts", "adapters")
     needs = zip(names, plan.needs.fixed, strict=True)
-    states = (("states of slots", plan.slots), ("state checkpoints", plan.checkpoints))
+    states = (
+        ("states of slots", plan.slots, plan.slot_bytes),
+        ("state checkpoints", plan.checkpoints, plan.state_bytes),
+    )
     return [
         ("free before loading", plan.available, ""),
         ("weights", plan.weights, f"in {plan.weight_dtype}"),
         *((what, size, "") for what, size in needs if size),
         ("KV pool", plan.pool, pages),
-        *((what, number * plan.state_bytes, f"{number:,}") for what, number in states if number),
+        *((what, number * each, f"{number:,}") for what, number, each in states if number),
         ("reserve" if any(plan.needs.fixed) else "left", plan.left, ""),
     ]
 

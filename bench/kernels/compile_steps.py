@@ -65,7 +65,7 @@ class _Step:
     def linear(self, mixed: bool, pdl: bool) -> None:
         """Linear attention, of a Qwen3-Next."""
         key = self.mixed if mixed else self.decode
-        pool = StatePool(LINEAR, ROWS + 1, 1, torch.bfloat16, CPU)
+        pool = StatePool(LINEAR, ROWS + 1, 1, torch.bfloat16, CPU, self.tables.most_drafts)
         wide = torch.empty(key.tokens, LINEAR.channels + LINEAR.value_size, dtype=torch.bfloat16)
         heads = torch.empty(2, key.tokens, LINEAR.value_heads)
         weight = torch.empty(LINEAR.channels, LINEAR.kernel, dtype=torch.bfloat16)
@@ -151,14 +151,15 @@ def step_cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def begin(kind: tuple[Any, ...], mixed: bool) -> None:
         _Step(*kind).begin(mixed, pdl)
 
-    def linear(mixed: bool) -> None:
-        _Step().linear(mixed, pdl)
+    def linear(mixed: bool, drafts: int) -> None:
+        _Step(drafts).linear(mixed, pdl)
 
     def accept(kind: tuple[Any, ...], counted: bool) -> None:
         _Step(*kind).accept(counted, pdl)
 
     for mixed in (False, True):
-        found[f"delta{' mixed' * mixed}"] = partial(linear, mixed)
+        found[f"delta{' mixed' * mixed}"] = partial(linear, mixed, 0)
+        found[f"delta drafts{' mixed' * mixed}"] = partial(linear, mixed, 3)
     for name, kind in kinds.items():
         for mixed in (False, True):
             found[f"begin{name}{' mixed' * mixed}"] = partial(begin, kind, mixed)

@@ -137,13 +137,8 @@ def check_target(settings: SpeculativeConfig, target: ModelSpec) -> None:
     algorithm = settings.algorithm
     if not target.causal or target.task != "generate":
         raise ConfigError(f"--speculative-algorithm {algorithm}: {target.architecture} generates no text.")
-    if target.linear is not None:
-        raise ConfigError(
-            f"--speculative-algorithm {algorithm}: {target.architecture} has linear attention, whose states "
-            "rejected drafts would have to be taken out of again. Serve it without speculation."
-        )
     if settings.eagle_topk > 1:
-        _check_windows(settings, target)
+        _check_tree(settings, target)
     if algorithm == "mtp":
         mtp_draft(target)
     elif target.latent is not None and algorithm not in ("ngram", "draft-model"):
@@ -164,8 +159,14 @@ def _most_drafts(spec: DraftSpec, asked: int, path: Path) -> int:
     return asked or min(block, MAX_DRAFTS)
 
 
-def _check_windows(settings: SpeculativeConfig, target: ModelSpec) -> None:
-    """Raises `ConfigError` for trees so deep that a window hides a draft's own ancestors."""
+def _check_tree(settings: SpeculativeConfig, target: ModelSpec) -> None:
+    """Raises `ConfigError` where a draft would not see its own ancestors alone: linear attention sees all
+    drafts before it, and a window hides those far above."""
+    if target.linear is not None:
+        raise ConfigError(
+            f"--speculative-eagle-topk {settings.eagle_topk}: {target.architecture} has linear attention, "
+            "which takes drafts one after the other: they are chains, not trees. Leave it out, or use 1."
+        )
     windows = [target.window(layer) for layer in range(target.layers) if target.window(layer)]
     if windows and settings.num_steps >= min(windows):
         raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,30 @@ from core.models import LinearSpec
 from core.plan import MOST_SAVES, StepPlan
 from gpu.device import zeros
 from gpu.transfer import upload
+
+
+class Pending(NamedTuple):
+    """Drafts of each slot's last step, `drafts` at most. What a state has taken in cannot be taken out again,
+    so it stays behind the row's last token until the row's next step, which knows how many drafts were
+    accepted: it takes these in first. No state is ever put back.
+
+        held    int32 [layers, slots]: tokens that the slot's state has taken in. The row's next step begins
+                at a position that is greater by the number of its accepted drafts
+        inputs  [layers, slots, drafts, channels]: of the convolution
+        mixed   [layers, slots, drafts, channels]: its outputs
+        gates   float32 [layers, slots, drafts, 2, value_heads]: decay and beta
+        due     int32 [slots]: how many drafts the step under way takes in, between kernels of a layer
+    """
+
+    held: Tensor
+    inputs: Tensor
+    mixed: Tensor
+    gates: Tensor
+    due: Tensor
+
+    def of(self, layer: int) -> Pending:
+        """Those of one layer."""
+        return Pending(self.held[layer], self.inputs[layer], self.mixed[layer], self.gates[layer], self.due)
 
 
 class StatePool:
@@ -24,6 +50,7 @@ class StatePool:
         memory  float32 [layers, entries, value_heads, key_dim, value_dim]
         saves   int32 [slots, MOST_SAVES, 2]: a number of tokens, 0 for none, and the entry that takes the
                 slot's state behind so many
+        pending None where rows have no drafts
 
     The kernels of a step read `saves`, so that a graph can hold them. Numbers that a slot has passed stay.
 
@@ -31,8 +58,15 @@ class StatePool:
     """
 
     def __init__(
-        self, linear: LinearSpec, slots: int, checkpoints: int, dtype: torch.dtype, device: torch.device
+        self,
+        linear: LinearSpec,
+        slots: int,
+        checkpoints: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        drafts: int = 0,
     ) -> None:
+        """Rows have up to `drafts` drafts."""
         layers, entries = len(linear.layers), slots + 1 + checkpoints
         self.device = device
         self.first = slots
@@ -41,6 +75,16 @@ class StatePool:
         shape = (layers, entries, linear.value_heads, linear.key_dim, linear.value_dim)
         self.memory = zeros(shape, torch.float32, device)
         self.saves = torch.zeros(slots, MOST_SAVES, 2, dtype=torch.int32, device=device)
+        self.pending: Pending | None = None
+        if drafts:
+            each = (layers, slots, drafts)
+            self.pending = Pending(
+                torch.zeros(layers, slots, dtype=torch.int32, device=device),
+                zeros((*each, linear.channels), dtype, device),
+                zeros((*each, linear.channels), dtype, device),
+                zeros((*each, 2, linear.value_heads), torch.float32, device),
+                torch.zeros(slots, dtype=torch.int32, device=device),
+            )
 
     def prepare(self, plan: StepPlan) -> None:
         """Launch the copies that a plan needs before its step; usually there are none."""
@@ -69,3 +113,8 @@ class StatePool:
             return 0
         conv = linear.channels * (linear.kernel - 1) * dtype.itemsize
         return len(linear.layers) * (conv + 4 * linear.value_heads * linear.key_dim * linear.value_dim)
+
+    @staticmethod
+    def pending_bytes(linear: LinearSpec, drafts: int, dtype: torch.dtype) -> int:
+        """Bytes that so many drafts of a slot take across all layers."""
+        return len(linear.layers) * drafts * 2 * (linear.channels * dtype.itemsize + 4 * linear.value_heads)

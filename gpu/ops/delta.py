@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.models import LinearSpec
-from gpu.kv.states import StatePool
+from gpu.kv.states import Pending, StatePool
 from gpu.state.recurrent import DeltaInputs
 from gpu.state.view import StepView
 
@@ -30,17 +30,10 @@ def gated_delta(pool: StatePool, layer: int, view: StepView, inputs: DeltaInputs
     """See `DeltaRule`. A view's numbers are read on the host, where they lie."""
     qkv, decay, beta, weight, linear = inputs
     conv, memory = pool.conv[layer], pool.memory[layer]
-    _, rows, count, _ = view.counts.tolist()
+    _, queries, count, _ = view.counts.tolist()
     out = qkv.new_zeros(len(qkv), linear.value_heads, linear.value_dim)
-    if rows:
-        slots = view.decode_slots[:rows].long()
-        window = torch.cat([conv[slots], qkv[:rows, :, None]], -1)
-        heads = _heads(F.silu((window * weight).sum(-1)), linear)
-        conv[slots], kept = window[..., 1:], memory[slots]
-        out[:rows] = step(kept, *heads, decay[:rows], beta[:rows])
-        memory[slots] = kept
-        due, which = (pool.saves[slots, :, 0] == view.positions[:rows, None] + 1).nonzero().unbind(1)
-        _save(pool, layer, slots[due], pool.saves[slots[due], which, 1].long())
+    if queries:
+        _decode(pool, layer, view, inputs, out)
     firsts, starts = view.chunk_firsts[: count + 1].tolist(), view.chunk_starts[:count].tolist()
     for slot, start, first, end in zip(
         view.chunk_slots[:count].tolist(), starts, firsts[:-1], firsts[1:], strict=True
@@ -54,13 +47,60 @@ def gated_delta(pool: StatePool, layer: int, view: StepView, inputs: DeltaInputs
             heads = _heads(F.silu(mixed), linear)
             out[begin:stop], memory[slot] = chunk(memory[slot], *heads, decay[begin:stop], beta[begin:stop])
             if stop in due_at:
-                _save(pool, layer, slot, due_at[stop])
+                for each in (conv, memory):
+                    each[due_at[stop]] = each[slot]
+        if pool.pending is not None:
+            pool.pending.held[layer, slot] = start + end - first
     return out
 
 
-def _save(pool: StatePool, layer: int, slots: Tensor | int, entries: Tensor | int) -> None:
-    for each in (pool.conv[layer], pool.memory[layer]):
-        each[entries] = each[slots]
+def _decode(pool: StatePool, layer: int, view: StepView, inputs: DeltaInputs, out: Tensor) -> None:
+    """Decode rows, one token of each at a time."""
+    qkv, decay, beta, weight, linear = inputs
+    conv, memory = pool.conv[layer], pool.memory[layer]
+    pending = None if pool.pending is None else pool.pending.of(layer)
+    slots = view.decode_slots[: int(view.counts[1])].long()
+    at, left = torch.arange(len(slots), device=slots.device), torch.ones_like(slots)
+    if pending is not None:
+        at = F.pad(slots.diff() != 0, (1, 0), value=True).nonzero()[:, 0]
+        left = at.diff(append=slots.new_tensor([len(slots)]))
+        slots = torch.where(view.kv_slot_mapping[at] > 0, slots[at], 0)
+    window, kept = conv[slots], memory[slots]
+    if pending is not None:
+        window = _take_in(pending, slots, view.positions[at], window, kept, linear)
+    for number in range(int(left.max())):
+        if number:
+            more = left > number
+            at, slots, left, window, kept = (each[more] for each in (at + 1, slots, left, window, kept))
+        whole = torch.cat([window, qkv[at, :, None]], -1)
+        window, mixed = whole[..., 1:], F.silu((whole * weight).sum(-1))
+        found = step(kept, *_heads(mixed, linear), decay[at], beta[at])
+        out[at] = found.to(out.dtype)
+        if number == 0:
+            conv[slots], memory[slots] = window, kept
+        elif pending is not None:
+            pending.inputs[slots, number - 1], pending.mixed[slots, number - 1] = qkv[at], mixed
+            pending.gates[slots, number - 1] = torch.stack([decay[at], beta[at]], 1)
+        due, which = (pool.saves[slots, :, 0] == view.positions[at, None] + 1).nonzero().unbind(1)
+        entries = pool.saves[slots[due], which, 1].long()
+        conv[entries], memory[entries] = window[due], kept[due]
+
+
+def _take_in(
+    pending: Pending, slots: Tensor, starts: Tensor, window: Tensor, kept: Tensor, linear: LinearSpec
+) -> Tensor:
+    """Take what was accepted of a layer's drafts into copies of the states of rows that begin at `starts`:
+    into `kept` in place. Returns the convolution's `window` behind them."""
+    due = (starts - pending.held[slots]).clamp(0, pending.inputs.shape[1]).long()
+    pending.held[slots] = starts + 1
+    for number in range(int(due.max())):
+        rows = (due > number).nonzero()[:, 0]
+        part, (decay, beta) = kept[rows], pending.gates[slots[rows], number].unbind(1)
+        step(part, *_heads(pending.mixed[slots[rows], number], linear), decay, beta)
+        kept[rows] = part
+    whole = torch.cat([window, pending.inputs[slots].mT], -1)
+    places = due[:, None] + torch.arange(window.shape[-1], device=due.device)
+    return whole.gather(-1, places[:, None].expand_as(window))
 
 
 def _heads(mixed: Tensor, linear: LinearSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,7 +32,11 @@ class DeltaInputs(NamedTuple):
 DeltaRule = Callable[[StatePool, int, StepView, DeltaInputs], Tensor]
 """Convolution with silu, then the gated delta rule, of the tokens of a view: advances the states of its slots
 and makes the saves that are due. Returns [n, value_heads, value_dim] in the dtype of `qkv`; rows behind the
-true ones are arbitrary. The integer is the layer's number in the pool."""
+true ones are arbitrary. The integer is the layer's number in the pool.
+
+A decode row's state takes in what was accepted of the drafts of its step before (`Pending`), and the row's
+last token. The drafts that this step verifies are computed from there and left pending. The token of a row at
+its limit is computed for nobody: its states are those of the dump."""
 
 
 class StepStates(NamedTuple):

@@ -98,7 +98,8 @@ class StepView(NamedTuple):
                     that behind its parent's. None: a token sees all keys before its own
 
     Entries behind the true counts are arbitrary in ids, positions, slots, lengths and starts, but always
-    in bounds: slot 0, position 0, length 1. `kv_slot_mapping` is 0 there (page 0, the dump).
+    in bounds: slot 0, position 0, length 1. `kv_slot_mapping` is 0 there (page 0, the dump), and for the
+    token of a row at its limit.
     """
 
     tokens: int

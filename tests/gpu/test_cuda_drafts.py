@@ -103,7 +103,7 @@ def test_drafts_change_no_text(
         assert steps[1] < 0.6 * steps[0], "its drafts are the target's own tokens"
 
 
-@pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3", "qwen3-next"])
 def test_a_models_own_layer_drafts(variant: str, tmp_path: Path) -> None:
     path, steps = mtp.build(variant, tmp_path, right=True).path, list[int]()
     want = answered(executor(path, NO_DRAFTS, True), steps)
@@ -113,6 +113,17 @@ def test_a_models_own_layer_drafts(variant: str, tmp_path: Path) -> None:
     ):
         same_text(mine, theirs)
     assert steps[1] < 0.6 * steps[0], "it knows the model"
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "mtp"])
+def test_drafts_of_a_hybrid_change_no_text(algorithm: Any, tmp_path: Path) -> None:
+    """Some are accepted of the text that repeats itself, few of a random layer's."""
+    path, steps = mtp.build("qwen3-next", tmp_path).path, list[int]()
+    want = answered(executor(path, NO_DRAFTS, True), steps)
+    settings = SpeculativeConfig(algorithm=algorithm, num_draft_tokens=5)
+    drafting = Drafting(settings, path if algorithm == "mtp" else None)
+    for mine, theirs in zip(answered(executor(path, drafting, True), steps), want, strict=True):
+        same_text(mine, theirs)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,13 @@ from core.executor import Capabilities
 from core.request import SamplingParams
 from gpu.build import Beside, Drafting, build_executor, spec_of
 from gpu.executor import LocalExecutor
+from gpu.kv.states import StatePool
+from gpu.memory import with_states
 from gpu.weights import load_model
-from tests.rigs import tiny_model
-from tests.rigs.driver import Driver
+from tests.rigs import drafters, mtp, tiny_model
+from tests.rigs.draft_jobs import FEW, Engines, engines_of, jobs, same
+from tests.rigs.drafting import Drafts
+from tests.rigs.driver import Driver, serve
 from tests.rigs.runner import Rig
 from tests.rigs.tiny_model import Tiny
 
@@ -57,18 +62,10 @@ def test_stacked_experts_and_heads_that_draft(sparse: Tiny, tmp_path: Path) -> N
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in own.items())
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"algorithm": "ngram"}, "--speculative-algorithm ngram: Qwen3_5MoeForCausalLM has linear attention"),
-        ({"algorithm": "eagle"}, "--speculative-algorithm eagle: Qwen3_5MoeForCausalLM has linear attention"),
-        ({"algorithm": "mtp"}, "--speculative-algorithm mtp: Qwen3_5MoeForCausalLM has linear attention"),
-    ],
-)
-def test_speculation_is_refused(sparse: Tiny, settings: dict[str, str], named: str) -> None:
-    drafting = Drafting(SpeculativeConfig(algorithm=settings["algorithm"]), sparse.path)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=named):
-        _build(sparse, CacheConfig(kv_tokens=512), Beside(drafting))
+def test_trees_are_refused(sparse: Tiny) -> None:
+    trees = SpeculativeConfig(algorithm="mtp", num_steps=2, eagle_topk=2, num_draft_tokens=4)
+    with pytest.raises(ConfigError, match="--speculative-eagle-topk 2: Qwen3_5MoeForCausalLM has linear att"):
+        _build(sparse, CacheConfig(kv_tokens=512), Beside(Drafting(trees, sparse.path)))
 
 
 def test_fp8_pages_are_refused(sparse: Tiny) -> None:
@@ -83,6 +80,18 @@ def test_memory_is_divided_between_pages_and_checkpoints(sparse: Tiny) -> None:
     assert any("state checkpoints" in phrase for phrase in made.memory)
     without = _build(sparse, CacheConfig(kv_tokens=4096, radix_cache=False), Beside()).capabilities
     assert without.checkpoints == 0
+
+
+def test_memory_of_pending_drafts_is_counted(sparse: Tiny) -> None:
+    spec = spec_of(sparse.path)
+    assert spec.linear is not None
+    pool = StatePool(spec.linear, 3, 0, torch.bfloat16, torch.device("cpu"), drafts=2)
+    assert pool.pending is not None
+    held = sum(each.nbytes for each in pool.pending if each.dtype != torch.int32)
+    assert held == 3 * StatePool.pending_bytes(spec.linear, 2, torch.bfloat16)
+    (none, entry), (slots, each) = (with_states(spec, torch.bfloat16, 8, 2**30, drafts) for drafts in (0, 2))
+    assert (none, slots) == (10, 10)
+    assert each == entry + held // 3
 
 
 def _build(tiny: Tiny, cache: CacheConfig, beside: Beside) -> LocalExecutor:
@@ -124,3 +133,65 @@ def test_texts_are_the_same_from_checkpoints_and_after_preemption(
         tokens == 512
     ):  # an equal prompt but for its last page, and a turn but for what is behind a multiple of 8
         assert counters.cached_tokens >= 28 + 64 + 36 + 60
+
+
+# -- with drafts -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with engines_of(mtp.build("qwen3-next", tmp_path_factory.mktemp("next")).path) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("depth", "overlap", "right", "retract"),
+    [(1, 0, 1.0, False), (3, 1, 0.7, False), (2, 2, 0.0, False), (3, 2, 0.9, True)],
+)
+async def test_drafts_change_no_text(
+    drafted: Engines, depth: int, overlap: int, right: float, retract: bool
+) -> None:
+    plain = await drafted.plain(jobs(FEW))
+    engine = drafted.make(Drafts(depth, right), overlap)
+    for answer in await engine.answers(jobs(FEW), retract=retract):
+        same(answer, plain[answer.run.id])
+    most = max(engine.runner.most.values())
+    assert most == 1 + depth if right else most < 1 + depth
+    assert (engine.scheduler.counters.retractions > 5) == retract
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_guesses_change_no_text(drafted: Engines, tmp_path: Path, own: bool) -> None:
+    """Of its own layer, or of a head."""
+    plain = await drafted.plain(jobs(FEW))
+    make = drafters.mtp(drafted.path) if own else drafters.head("eagle", tmp_path)
+    engine = drafted.make(Drafts(2, 0.0, make), 1)
+    for answer in await engine.answers(jobs(FEW)):
+        same(answer, plain[answer.run.id])
+    assert any(plan.drafts and plan.chunks for plan in engine.runner.plans), "no prompt beside drafts"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overlap", "tokens"), [("ngram", 0, 160), ("mtp", 1, 200), ("ngram --tp 2", 2, 240)]
+)
+def test_turns_start_from_states_that_drafts_passed(
+    drafted: Engines, monkeypatch: pytest.MonkeyPatch, algorithm: str, overlap: int, tokens: int
+) -> None:
+    """Of answers in two tokens, which prompt lookup often guesses right; in 160 tokens rows are preempted."""
+    monkeypatch.setattr(manager, "GAIN", 4)
+    monkeypatch.setattr(manager, "INTERVAL", 16)
+    params = SamplingParams(seed=3, max_tokens=30, logprobs=0, logit_bias=((5, 50.0), (6, 50.0)))
+    found = []
+    for flags in ("--kv-tokens 640", f"--kv-tokens {tokens} --speculative-algorithm {algorithm}"):
+        driver = serve(drafted.path, f"{flags} --overlap-depth {overlap}")
+        first = driver.run([A, B, C], [params] * 3)
+        on = [[*prompt, *answer.tokens, 11] for prompt, answer in zip((A, B, C), first, strict=True)]
+        found.append([*first, *driver.run(on, [params] * 3)])
+        driver.close()
+    for plain, other in zip(*found, strict=True):
+        assert other.tokens == plain.tokens
+        assert other.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    counters, drafts = driver.scheduler.counters, driver.drafts
+    assert drafts.drafted > 300 if algorithm == "mtp" else drafts.accepted > 50
+    # Of the first turn what B and C have of A; of the second what they answered, up to a multiple of 16.
+    assert counters.retractions if tokens == 160 else counters.cached_tokens >= 2 * 28 + 150

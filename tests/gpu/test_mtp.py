@@ -139,7 +139,9 @@ def served(path: Path, algorithm: str, tp: int = 1) -> tuple[list[list[int]], Dr
     return found, driver
 
 
-@pytest.mark.parametrize(("variant", "tp"), [("glm4-moe", 1), ("deepseek-v3", 2)])
+@pytest.mark.parametrize(
+    ("variant", "tp"), [("glm4-moe", 1), ("deepseek-v3", 2), ("qwen3.5", 1), ("qwen3-next", 2)]
+)
 def test_accepted_drafts_are_counted_and_save_steps(variant: str, tp: int, tmp_path: Path) -> None:
     """With chunks, preemption and prefix hits; of ranks each has the whole layer."""
     path = mtp.build(variant, tmp_path, right=True).path
@@ -172,7 +174,11 @@ def test_a_checkpoint_without_such_a_layer_is_refused_before_weights_are_read(tm
     with pytest.raises(ModelError, match=r"t\.gguf: layers for multi-token prediction come from safetens"):
         read(file)
     hybrid = tiny_model.build("qwen3-next", tmp_path / "hybrid").path
-    with pytest.raises(ConfigError, match="mtp: Qwen3NextForCausalLM has linear attention, whose states"):
+    with pytest.raises(ModelError, match=r"hybrid has no tensors mtp\.\*, the layer for multi-token"):
+        read(hybrid)
+    told = json.loads((hybrid / "config.json").read_text())
+    (hybrid / "config.json").write_text(json.dumps({**told, "mtp_num_hidden_layers": 0}))
+    with pytest.raises(ConfigError, match=r"has no layer .* \(mtp_num_hidden_layers of its config.json\)"):
         read(hybrid)
 
 

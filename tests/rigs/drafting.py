@@ -176,7 +176,7 @@ class Drafting:
         machine: Callable[[Rig], Machine],
     ) -> None:
         pages = 240
-        rig = Rig(path, PAGE, ROWS, PAGE * pages)
+        rig = Rig(path, PAGE, ROWS, PAGE * pages, drafts=drafts.depth)
         shape, width = rig.runner.shape, pages + 1
         limits = Limits(
             ROWS, ROWS, STEP_TOKENS, 64, width, samples=SAMPLES, drafts=drafts.depth, trees=drafts.trees
@@ -194,10 +194,11 @@ class Drafting:
             num_pages=pages + 1, page_size=PAGE, max_rows=ROWS, context_length=256, vocab_size=vocab,
             max_step_tokens=STEP_TOKENS, max_drafts=drafts.depth, max_samples=SAMPLES,
             masked_drafts=0 if drafts.trees else MASKED_DRAFTS, processors=tuple(processors),
+            checkpoints=None if rig.spec.linear is None else 8,
         )  # fmt: skip
         executor = LocalExecutor([self.runner], capabilities)
         executor.prepare(lambda share: None)
-        cache = CacheManager(pages + 1, PAGE)
+        cache = CacheManager(pages + 1, PAGE).with_checkpoints(capabilities.checkpoints)
         config = ScheduleConfig(overlap_depth=overlap)
         self.scheduler = Scheduler(capabilities, cache, config, monotonic)
         self._engine = Engine(self.scheduler, executor, overlap, monotonic)

@@ -76,8 +76,9 @@ class Rig:
         adapters: AdapterLimits | None = None,
         spec: ModelSpec | None = None,
         checkpoints: int = 8,
+        drafts: int = 0,
     ) -> None:
-        """`spec` says how matrices are held; None: in float32."""
+        """`spec` says how matrices are held; None: in float32. States have room for `drafts` of a row."""
         self.spec = spec_of(path) if spec is None else spec
         self.page_size = page_size
         pages = tokens // page_size + 1
@@ -95,7 +96,8 @@ class Rig:
                 CPU,
             )
             if self.spec.linear is not None:
-                self.pool.states = StatePool(self.spec.linear, rows + 1, checkpoints, torch.float32, CPU)
+                states = StatePool(self.spec.linear, rows + 1, checkpoints, torch.float32, CPU, drafts)
+                self.pool.states = states
             attention = torch_attention(self.spec) if self.spec.causal else EncoderAttention()
             width = HiddenShape(self.spec.hidden, torch.float32)
             vocab = self.spec.vocab_size

@@ -22,23 +22,30 @@ REAL = msgspec.structs.replace(SMALL, key_heads=1, value_heads=2, key_dim=128, v
 SLOTS, CHECKPOINTS = 6, 4
 
 
-def view(device: torch.device, rows: int, chunks: list[tuple[int, int, int]], padded: int = 0) -> StepView:
-    """A step with decode rows of slots 1 ... `rows` at position 70, and chunks (slot, start, tokens). With
-    `padded` it also has so many padding tokens, a padding row and a padding chunk."""
+def view(
+    device: torch.device,
+    rows: list[tuple[int, int, int]],
+    chunks: list[tuple[int, int, int]],
+    padded: int = 0,
+) -> StepView:
+    """A step with decode rows and chunks (slot, start, tokens). With `padded` it also has so many padding
+    tokens, a padding row and a padding chunk."""
     more = 1 if padded else 0
-    firsts = [rows]
+    owners = [slot for slot, _, tokens in rows for _ in range(tokens)]
+    positions = [start + at for _, start, tokens in rows for at in range(tokens)]
+    firsts = [len(owners)]
     for _, _, tokens in chunks:
         firsts.append(firsts[-1] + tokens)
-    total = firsts[-1] + padded
+    total, decode = firsts[-1] + padded, len(owners) + more
 
     def ints(values: list[int], length: int) -> torch.Tensor:
         return torch.tensor(values + [0] * (length - len(values)), dtype=torch.int32, device=device)
 
     return StepView(
-        total, rows + more, len(chunks) + more, ints([firsts[-1], rows, len(chunks), 0], 4), ints([], total),
-        ints([70] * rows, total), ints([], total), ints([], 1)[None],
-        ints([*range(1, 1 + rows)], rows + more),
-        ints([71] * rows, rows + more), ints([slot for slot, _, _ in chunks], len(chunks) + more),
+        total, decode, len(chunks) + more, ints([firsts[-1], len(owners), len(chunks), 0], 4),
+        ints([], total), ints(positions, total), ints([1] * firsts[-1], total), ints([], 1)[None],
+        ints(owners, decode), ints([position + 1 for position in positions], decode),
+        ints([slot for slot, _, _ in chunks], len(chunks) + more),
         ints([start for _, start, _ in chunks], len(chunks) + more), ints(firsts, len(chunks) + 1 + more),
         ints([], 1),
     )  # fmt: skip
@@ -86,7 +93,7 @@ def test_states_and_outputs(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    step = view(device, rows, chunks, padded)
+    step = view(device, [(slot, 70, 1) for slot in range(1, 1 + rows)], chunks, padded)
     given = inputs(step.tokens, linear, device, dtype)
     pool, twin = pools(linear, dtype, device)
     true = step.tokens - padded
@@ -99,3 +106,73 @@ def test_states_and_outputs(
         assert error(own[1], theirs[1]) < tolerance
         untouched = [each for each in range(SLOTS + 1) if each > 5 or each == 0]
         assert torch.equal(own[1, untouched], theirs[1, untouched])
+
+
+@pytest.mark.parametrize("linear", [SMALL, msgspec.structs.replace(SMALL, kernel=2, value_dim=40)])
+def test_drafts(linear: LinearSpec, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    """Steps that accept all, some and none of their drafts leave what the accepted tokens alone would have:
+    outputs, states and saves, whose place a rejected draft may have passed. So do steps without drafts
+    between them, all beside a chunk. A row at its limit leaves its states alone."""
+    lengths, limited, most = {1: 9, 2: 6, 3: 7}, 4, 3
+    plain, pool, twin = (
+        StatePool(linear, SLOTS, CHECKPOINTS, dtype, device, drafts) for drafts in (0, most, most)
+    )
+    for each in (plain, pool, twin):
+        each.saves[1, 0] = torch.tensor([5, SLOTS + 1])
+        each.saves[2, 1] = torch.tensor([4, SLOTS + 2])
+        each.saves[3, 0] = torch.tensor([2, SLOTS + 3])
+        each.memory[:, limited] = 1.0
+    text = {slot: inputs(length, linear, device, dtype) for slot, length in lengths.items()}
+    weight, want = text[1].conv, {}
+    for slot, whole in text.items():
+        alone = view(device, [], [(slot, 0, lengths[slot])])
+        want[slot] = delta.gated_delta(plain, 1, alone, whole._replace(conv=weight))
+    done = dict.fromkeys(lengths, 0)
+    # Of each row: tokens of its query, and how many are right. The first step has chunks in their place.
+    for step in (
+        {3: (2, 2), 2: (1, 1), 1: (1, 1)},
+        {1: (4, 1), 2: (4, 4), 3: (2, 2)},
+        {2: (1, 1), 1: (4, 3), 3: (1, 1)},
+        {1: (2, 2), 3: (4, 1)},
+        {1: (1, 1), 3: (1, 1)},
+        {1: (1, 1)},
+    ):
+        own, idle = [(slot, done[slot], query) for slot, (query, _) in step.items()], (limited, 8, 1)
+        if begins := not any(done.values()):
+            made = view(device, [idle], own, padded=2)
+        else:
+            made = view(device, [*own, idle], [(5, 0, 3)], padded=2)
+        given = inputs(made.tokens, linear, device, dtype)._replace(conv=weight)
+        made.kv_slot_mapping[int(made.counts[1]) - 1] = 0
+        at, true, right_at = int(begins), [], []
+        for slot, (query, right) in step.items():
+            part = slice(done[slot], done[slot] + right)
+            for into, source in zip(given[:3], text[slot][:3], strict=True):
+                into[at : at + right] = source[part]
+            true.append(want[slot][part])
+            right_at += range(at, at + right)
+            at, done[slot] = at + query, done[slot] + right
+        found, theirs = gated_delta(pool, 1, made, given), delta.gated_delta(twin, 1, made, given)
+        live = (made.kv_slot_mapping > 0).nonzero()[:, 0]
+        assert error(found[live], theirs[live]) < tolerance
+        assert error(found[right_at], torch.cat(true)) < tolerance
+    assert done == lengths
+    for name in ("conv", "memory"):
+        own, theirs, truth = (getattr(each, name)[1] for each in (pool, twin, plain))
+        for entry in (1, 2, 3, SLOTS + 1, SLOTS + 2, SLOTS + 3, limited):
+            assert error(own[entry], truth[entry]) < tolerance, (name, entry)
+            assert error(theirs[entry], truth[entry]) < tolerance, (name, entry)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_cpu_in_16_bits(drafts: int) -> None:
+    """The twin serves there: it keeps states in 32 bits and returns 16."""
+    cpu, found = torch.device("cpu"), []
+    step = view(cpu, [(1, 70, 1 + drafts), (2, 70, 1)], [(3, 0, 5)])
+    given = inputs(step.tokens, SMALL, cpu, torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        pool = StatePool(SMALL, SLOTS, CHECKPOINTS, dtype, cpu, drafts)
+        same = given._replace(qkv=given.qkv.to(dtype), conv=given.conv.to(dtype))
+        found.append(delta.gated_delta(pool, 0, step, same))
+        assert found[-1].dtype == dtype
+    assert error(*found) < 2e-2

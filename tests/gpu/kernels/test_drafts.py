@@ -70,6 +70,20 @@ async def test_a_gpus_kernels_verify_drafts(engines: Engines, trees: bool) -> No
     assert 1 + DEPTH in {sizes.forward(plan).query for plan in engine.runner.plans}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
+async def test_a_gpus_kernels_verify_drafts_of_a_hybrid(tmp_path: Path) -> None:
+    """States behind accepted drafts, in steps of several sizes."""
+    kinds = ["linear_attention", "full_attention"]
+    made = tiny_model.build("qwen3.5", tmp_path, num_hidden_layers=2, layer_types=kinds)
+    sizes = PaddedSizes(SAMPLES, STEP_TOKENS, ROWS, DEPTH)
+    with engines_of(made.path) as hybrid:
+        plain = await hybrid.plain(some_jobs())
+        engine = hybrid.make(Drafts(DEPTH, 0.8), 1, lambda rig: captured_machine(rig, sizes))
+        for answer in await engine.answers(some_jobs()):
+            same(answer, plain[answer.run.id], 1e-3)
+    assert max(engine.runner.most.values()) == 1 + DEPTH
+
+
 def gpus_machine(spec: ModelSpec) -> DraftMachine:
     """How a GPU runs a head."""
     attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
