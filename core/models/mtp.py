@@ -31,11 +31,12 @@ _NAMES: Mapping[str, str] = {
 }
 
 
-def further_layers(target: ModelSpec) -> tuple[str, ...]:
-    """How names of tensors begin that are of layers behind the last of `target`, in safetensors or .gguf."""
+def further_layers(target: ModelSpec, gguf: bool) -> tuple[str, ...]:
+    """How names of tensors begin that are of layers behind the last of `target`, in a .gguf file or not."""
+    if target.linear is not None and not gguf:
+        return (_HYBRID,)
     layers = range(target.layers, target.layers + target.more_layers)
-    stored = [f"model.layers.{layer}." for layer in layers] if target.linear is None else [_HYBRID]
-    return (*stored, *(f"blk.{layer}." for layer in layers))
+    return tuple(f"{begin}.{layer}." for begin in ("model.layers", "blk") for layer in layers)
 
 
 def mtp_draft(target: ModelSpec) -> DraftSpec:

@@ -52,7 +52,7 @@ def load_model(
             return model
         stacked = spec.moe is not None and spec.moe.stacked
         names = Names(renamed=family.renamed, fused=family.fused, stacked=stacked, by_expert=family.by_expert)
-        further = further_layers(spec)
+        further = further_layers(spec, source.suffix == ".gguf")
         filler = Filler(places, copier(device), family.base, family.unused + further, names, model.slices)
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)

@@ -65,6 +65,8 @@ _HYBRID = {
     "linear_attn.out_proj": "ssm_out",
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
+FURTHER = ("glm4moe", "qwen35moe")
+"""With a layer for multi-token prediction."""
 OWN: dict[str, dict[str, str]] = {
     "deepseek2": {
         **_GROUPED,
@@ -184,8 +186,10 @@ def hybrid(arch: str, config: Any, state: Mapping[str, torch.Tensor], legacy: bo
 
 
 def with_further_layer(config: Any, named: Named) -> Named:
-    """And one more layer like the last, which predicts further tokens: nothing reads it."""
-    last, layer = (f"blk.{config.num_hidden_layers - i}." for i in (1, 0))
+    """And one more layer like the last that attends, which predicts further tokens: nothing reads it."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    attends = max(at for at, kind in enumerate(kinds) if kind == "full_attention")
+    last, layer = f"blk.{attends}.", f"blk.{config.num_hidden_layers}."
     for name, tensor in named:
         yield name, tensor
         if name.startswith(last):
@@ -293,8 +297,6 @@ def _grouped(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def _glm(writer: gguf.GGUFWriter, config: Any) -> None:
     _grouped(writer, config)
-    writer.add_block_count(config.num_hidden_layers + 1)
-    writer.add_nextn_predict_layers(1)
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
@@ -399,12 +401,15 @@ def write(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     _common(writer, config)
+    if arch in FURTHER:
+        writer.add_block_count(config.num_hidden_layers + 1)
+        writer.add_nextn_predict_layers(1)
     if arch in FACTS:
         FACTS[arch](writer, config)
     if arch == "deepseek2":
         _latents(writer, config, how == "legacy")
     tensors = converted(arch, config, reference.state_dict(), how)
-    for name, tensor in with_further_layer(config, tensors) if arch == "glm4moe" else tensors:
+    for name, tensor in with_further_layer(config, tensors) if arch in FURTHER else tensors:
         data = tensor.contiguous().numpy()
         if quantise and tensor.dim() > 1 and re.search(only, name):
             writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
