@@ -4,7 +4,7 @@ oneDNN multiplies unsigned by signed bytes and sums in int32, at the speed at wh
 VNNI, AVX2). One byte is too little for an activation: beside a few large ones the others would be 0. So each
 row x becomes two rows of bytes,
 
-    x ≈ scale × (high + low / 126)        high, low from -63 to 63, scale = largest |x| / 63
+    x ≈ scale × (high + low / 128)        high, low from -64 to 63, scale × (63 + 63 / 128) = largest |x|
 
 which is 13 bits and a sign. Where reading the weights takes the time, the second row is free. The digits have
 7 bits because CPUs without VNNI add two products in 16 bits, which 8 would overflow.
@@ -22,8 +22,12 @@ from torch import Tensor
 
 from gpu.quant.scaled import INT8, quantise
 
-DIGIT = 63
-"""The largest digit of an activation; the smallest is its negative."""
+BITS = 7
+BASE = 2**BITS
+"""Of the digits of an activation, which are from -BASE / 2 up."""
+
+TOP = (BASE // 2 - 1) * (BASE + 1)
+"""The number with the largest digits."""
 
 LEAST = 1e-30
 """Lower bound of a row's largest number, so that rows of zeros have a scale."""
@@ -81,13 +85,15 @@ def rows_at_once(outputs: int) -> int:
 
 
 def _few_rows(x: Tensor, packed: Tensor, scale: Tensor, out: Tensor) -> None:
-    f = x.float()
-    step = torch.linalg.vector_norm(f, torch.inf, -1, keepdim=True).clamp_(min=LEAST).mul_(1 / DIGIT)
-    high = f / step
-    low = high - high.round()
-    digits = torch.cat([high, low.mul_(2 * DIGIT)]).round_().add_(DIGIT + 1).to(torch.uint8)
+    f, n, half = x.float(), len(x), BASE // 2
+    # Four times the speed of a norm.
+    top = torch.maximum(f.amax(-1, keepdim=True), f.amin(-1, keepdim=True).neg_()).clamp_(min=LEAST)
+    # Rounded, and both digits moved up by half the base: bytes have no sign.
+    numbers = f.mul(TOP / top).add_(half * (BASE + 1) + 0.5).to(torch.int16)
+    digits = torch.empty(2 * n, x.shape[1], dtype=torch.uint8)
+    digits[:n], digits[n:] = numbers >> BITS, numbers.bitwise_and_(BASE - 1)
     both: Tensor = torch.ops.onednn.qlinear_pointwise(
-        *(digits, 1.0, DIGIT + 1, packed, scale, _ZEROS),
+        *(digits, 1.0, half, packed, scale, _ZEROS),
         *(None, 1.0, 0, torch.float32, "none", [], ""),
     )
-    torch.add(both[: len(f)], both[len(f) :], alpha=1 / (2 * DIGIT), out=out).mul_(step)
+    torch.add(both[:n], both[n:], alpha=1 / BASE, out=out).mul_(top.mul_(BASE / TOP))

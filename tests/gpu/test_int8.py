@@ -54,14 +54,14 @@ def exact(x: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor) -> torch.
 @pytest.mark.parametrize("rows", [1, 2, 17, int8.ROWS, int8.ROWS + 1])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (100, 7), (576, 960)])
 def test_a_product_is_that_of_the_weights(rows: int, inputs: int, outputs: int) -> None:
-    """Activations are rounded to 126 × 126 parts of the largest of their row, and nothing else is."""
+    """Activations are rounded to parts of the largest of their row, 8,127 a side, and nothing else is."""
     torch.manual_seed(rows)
     x, bias = torch.randn(rows, inputs), torch.randn(outputs)
     x[:, 3] *= 300  # one that leaves the others few digits
     x[0] = 0
     numbers, scale = scaled.quantise(torch.randn(outputs, inputs) * 0.02, scaled.INT8)
     found = int8.product(x, int8.pack(numbers), scale, bias)
-    step = x.abs().amax(1, keepdim=True) / int8.DIGIT / (2 * int8.DIGIT)
+    step = x.abs().amax(1, keepdim=True) / int8.TOP
     bound = step / 2 * scaled.restore(numbers, scale).abs().sum(1) * 1.01 + 1e-5
     assert ((found - exact(x, numbers, scale) - bias).abs() <= bound).all()
     assert torch.equal(found[0], bias)
