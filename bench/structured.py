@@ -166,6 +166,7 @@ async def measure(arguments: argparse.Namespace) -> Tally:
     """Measure every schema, or as many as the time allows."""
     tokenizer = Tokenizer.load(arguments.tokenizer, WIDTH, ENDS)
     compiler = Compiler(tokenizer.token_table(WIDTH), HelperProcess(), cache_bytes=2**24)
+    compiler.prepare()
     before = tokenizer.encode(f"{THINKING}</think>\n\n", add_special=False).tolist()
     tally = Tally(before if arguments.behind else None, arguments.lenient)
     deadline = time.monotonic() + arguments.seconds

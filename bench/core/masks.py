@@ -152,6 +152,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {"rows": arguments.rows, "drafts": arguments.drafts, "width": WIDTH}
     for threads in map(int, arguments.threads.split(",")):
         compiler = Compiler(table, HelperProcess(), threads)
+        compiler.prepare()
         listed = await texts(compiler, tokenizer, arguments.data, 2 * arguments.rows)
         for name, some in (("own", listed), ("shared", [max(listed, key=lambda each: len(each[1]))])):
             drive(some, arguments.rows, 50)  # warm-up: lexers fill their tables

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -15,7 +17,7 @@ from core.grammar import CompiledGrammar, GrammarSpec, TokenRules, TokenTable
 from core.helper import Exceeded, Helper
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.limits import check_text, needs_trial
-from gpu.grammar.llguidance_backend import LlguidanceBackend, Source
+from gpu.grammar.llguidance_backend import LlguidanceBackend, Source, check_table
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.structural_tag_lark import NotInLark
@@ -53,18 +55,24 @@ class Compiler:
         cache_bytes: int = CACHE_BYTES,
         helper_seconds: float = SECONDS,
     ) -> None:
-        """Takes 2 to 4 s for 150,000 tokens, mostly with the GIL held: call it before serving.
-
-        `helper` is closed with this. `threads` is how many the launch thread may use to fill masks.
-        Raises `Refused` for a vocabulary that cannot be constrained.
-        """
-        self._llguidance, self._xgrammar = LlguidanceBackend(table, threads), XgrammarBackend(table, threads)
+        """`helper` is closed with this. `threads` is how many the launch thread may use to fill masks.
+        Raises `Refused` for a vocabulary without an end or exact bytes."""
+        check_table(table)
+        self._llguidance = _Later(partial(LlguidanceBackend, table, threads))
+        self._xgrammar = _Later(partial(XgrammarBackend, table, threads))
         self._cache = GrammarCache(cache_bytes)
         self._rules = TokenRuleStepper(table.width)
         self._helper, self._seconds = helper, helper_seconds
-        self._trials = {tags: trial_task(table, tags) for tags in (False, True)}
+        self._trials = {tags: _Later(partial(trial_task, table, tags)) for tags in (False, True)}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._pending: dict[Key, _PendingCompile] = {}
+
+    def prepare(self) -> None:
+        """Read the vocabulary now, before serving, and not at the first constraint: 1.5 s for 150,000 tokens,
+        most of them with the GIL held, and 190 MiB. What is refused here is refused again then."""
+        for backend in (self._llguidance, self._xgrammar):
+            with contextlib.suppress(Refused):
+                backend()
 
     @property
     def cached_bytes(self) -> int:
@@ -135,7 +143,7 @@ class Compiler:
 
     def _tag_source(self, key: Key) -> Source:
         check_text(key.kind, key.text)
-        return self._llguidance.tag_source(key.text)
+        return self._llguidance().tag_source(key.text)
 
     async def _compile(self, key: Key) -> Grammar:
         made = await self._in_thread(lambda: self._direct(key))
@@ -150,13 +158,14 @@ class Compiler:
         return None if needs_trial(key.kind, key.text) else self._compiled(key)
 
     def _compiled(self, key: Key) -> Grammar:
-        backend = self._xgrammar if key.kind == "structural_tag" else self._llguidance
-        return backend.compile(*key)
+        if key.kind == "structural_tag":
+            return self._xgrammar().compile(*key)
+        return self._llguidance().compile(*key)
 
     async def _try_in_helper(self, key: Key) -> None:
         """Compile in the helper. Raises `Refused` for what it answers or when it passes its limits."""
         try:
-            task = self._trials[key.kind == "structural_tag"]
+            task = await self._in_thread(self._trials[key.kind == "structural_tag"])
             refusal = await self._helper.run(task, msgspec.msgpack.encode(key), self._seconds)
         except Exceeded as error:
             raise Refused(f"The constraint {error} to compile.") from error
@@ -165,6 +174,26 @@ class Compiler:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+class _Later(Generic[T]):
+    """What is made once, by the first thread that calls for it. A refusal is kept, too: the next one would
+    take as long."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._made: T | Refused | None = None
+
+    def __call__(self) -> T:
+        with self._lock:
+            if self._made is None:
+                try:
+                    self._made = self._make()
+                except Refused as refused:
+                    self._made = refused
+        if isinstance(self._made, Refused):
+            raise Refused(str(self._made))
+        return self._made
 
 
 class _PendingCompile:

@@ -60,14 +60,19 @@ _PROBED = 24
 """Forced tokens followed after compiling: some dead ends lie behind the opening brace."""
 
 
+def check_table(table: TokenTable) -> None:
+    """Raise `Refused` for a vocabulary that nothing can be constrained with."""
+    if not table.stops or not any(table.raw):
+        raise Refused("constraints need an end-of-sequence token, and tokens with exact bytes")
+
+
 class LlguidanceBackend:
     """Compiles on any thread; is its own stepper on the launch thread."""
 
     def __init__(self, table: TokenTable, threads: int) -> None:
         """Takes 0.7 to 1.6 s for 150,000 tokens and holds the GIL. Raises `Refused` for a tokenizer
         whose tokens have no exact bytes."""
-        if not table.stops or not any(table.raw):
-            raise Refused("constraints need an end-of-sequence token, and tokens with exact bytes")
+        check_table(table)
         try:
             self._tokenizer = LLTokenizer(
                 table.definition,

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -275,3 +276,17 @@ async def test_a_helper_that_was_killed_is_replaced(compiler: Compiler) -> None:
         await compiler.compile(GrammarSpec("json_schema", WIDE))
     long = "|".join(f"word{i}" for i in range(1_200))
     assert isinstance(await compiler.compile(GrammarSpec("regex", long)), Grammar)
+
+
+async def test_a_vocabulary_is_read_when_a_constraint_needs_it() -> None:
+    """Of one that cannot be read only constraints hear, each time, prepared or not."""
+    broken = msgspec.structs.replace(table(), definition="{}")
+    for prepares in (False, True):
+        compiler = Compiler(broken, HelperProcess())
+        if prepares:
+            compiler.prepare()
+        for kind, text in (("regex", "a+"), ("regex", "b+"), ("json_schema", "{}")):
+            with pytest.raises(RequestError) as caught:
+                await compiler.compile(GrammarSpec(kind, text, "field"))
+            assert caught.value.param == "field" and caught.value.message
+        compiler.close()
