@@ -265,10 +265,10 @@ def _settle(
     drafting, parallel = beside.drafting, beside.parallel
     targets = choose_targets(spec, model, parallel, beside.replica)
     target = targets[0]
-    schedule = with_budget(schedule, target.device)
     int4 = choose_int4(spec, model, target)
     fp8, mxfp4 = "" if int4 else choose_fp8(spec, model, target), choose_mxfp4(spec, model, target)
     eight, w8a8 = choose_int8(spec, model, target), choose_w8a8(spec, model, target)
+    schedule = with_budget(schedule, target.device, eight and spec.moe is None)
     whole = msgspec.structs.replace(spec, int4=int4, fp8=fp8, w8a8=w8a8, mxfp4=mxfp4, int8=eight)
     check_pages(whole, target, cache)
     own = shard_spec(whole, parallel.tp)

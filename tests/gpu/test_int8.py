@@ -28,6 +28,7 @@ from gpu.parts import Target
 from gpu.quant import int8, scaled
 from gpu.quant.rows import FileRows
 from gpu.shard import Shard
+from gpu.sizes import with_budget
 from gpu.weight_formats import choose_int8, shard_spec
 from gpu.weights import load_model
 from tests.rigs import gguf_file, lora, mxfp4_files, tiny_model
@@ -225,6 +226,16 @@ def test_where_8_bits_are_held(tmp_path: Path) -> None:
     assert not choose_int8(spec, auto, ON_CPU._replace(dtype=torch.bfloat16))
     assert not choose_int8(spec, auto, ON_CPU._replace(device=torch.device("cuda")))
     assert not choose_int8(msgspec.structs.replace(spec, stored_gguf=False), auto, ON_CPU)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"), [({}, 512), ({"max_running": 600}, 600), ({"step_tokens": 64}, 64)]
+)
+def test_steps_of_dense_matrices_are_short(asked: dict[str, int], tokens: int) -> None:
+    """As short as rows and flags allow."""
+    schedule = ScheduleConfig(**asked)
+    assert with_budget(schedule, CPU, int8=True).step_tokens == tokens
+    assert with_budget(ScheduleConfig(), CPU).step_tokens > 512
 
 
 # -- the whole engine --------------------------------------------------------------------------------
