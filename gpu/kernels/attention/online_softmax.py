@@ -92,6 +92,9 @@ def attend_tile(
 
     Keys with a tail are MLA latents: the part before the tail is also the value. `q_tail` [n, block_t] is the
     rotated part of the queries."""
+    # One instruction turns two numbers of e4m3 into float16; bfloat16 takes five.
+    coarse: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    kind: tl.constexpr = tl.float16 if coarse and q.dtype == tl.bfloat16 else q.dtype
     d = tl.arange(0, SHAPE.block_d)
     at = tile * TILE + tl.arange(0, TILE)
     seen = (at >= start) & (at < end)
@@ -103,7 +106,7 @@ def attend_tile(
     if SHAPE.dim != SHAPE.block_d:
         mask = mask & (d < SHAPE.dim)[None, :]
     k = tl.load(k_cache + place, mask=mask, other=0.0)
-    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    s = tl.dot(q.to(kind), tl.trans(k.to(kind)), input_precision="ieee")
     if SHAPE.tail > 0:
         v = k
         tail_at = k_cache + token[:, None] * stride + (SHAPE.dim + tl.arange(0, SHAPE.block_t))[None, :]
@@ -132,5 +135,5 @@ def attend_tile(
     p = tl.exp2(s - level[:, None])
     shrink = tl.exp2(high - level)
     total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(kind), v.to(kind), acc * shrink[:, None], input_precision="ieee")
     return top, total, acc
