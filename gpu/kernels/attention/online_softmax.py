@@ -92,7 +92,8 @@ def attend_tile(
 
     Keys with a tail are MLA latents: the part before the tail is also the value. `q_tail` [n, block_t] is the
     rotated part of the queries."""
-    # One instruction turns two numbers of e4m3 into float16; bfloat16 takes five.
+    # One instruction turns two numbers of e4m3 into float16; bfloat16 takes five. A query above 65,504 would
+    # be infinite, and its row would fail with a message.
     coarse: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     kind: tl.constexpr = tl.float16 if coarse and q.dtype == tl.bfloat16 else q.dtype
     d = tl.arange(0, SHAPE.block_d)
