@@ -136,8 +136,10 @@ class EventStream:
             if (usage := current_usage()) is not None:
                 usage.fail(answer)
             self.write(self._dialect.error(answer, self._request[REQUEST_ID]))
-        if self._dialect.done and self._transport is not None and not self._transport.is_closing():
-            await self.response.write_eof(self._dialect.done)  # one send with the end of the body
+        if self._transport is not None and not self._transport.is_closing():
+            # One send with the end of the body. It waits for a reader that has fallen behind.
+            async with write_timeout(self._request):
+                await self.response.write_eof(self._dialect.done)
         return True
 
     def post(self, event: bytes) -> None:

@@ -15,6 +15,8 @@ import pytest
 from app.api.openai.stream import Chunks
 from app.engine.job import Piece
 from app.http import sse
+from app.http.access import CLIENT_GONE
+from app.http.keys import REQUEST_COUNTS
 from app.parsers.registry import REASONING
 from core.config import ServeConfig
 from core.errors import Overloaded
@@ -357,6 +359,26 @@ async def test_a_reader_that_never_reads_is_dropped(start: Start, monkeypatch: p
         run.push(0, Piece("x" * 10_000, [at]))
         await asyncio.sleep(0)
     await until(lambda: run.aborted)
+    slow.close()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_reader_that_does_not_take_the_end_is_dropped(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Its request ends, and gives its place among its account's back."""
+    monkeypatch.setattr(sse, "STALL", 0.05)
+    server = await start(sndbuf=4096)
+    server.engine.manual = True
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(slow, ("127.0.0.1", server.port))
+    await loop.sock_sendall(slow, post(path, {"messages": HI, "stream": True, "max_tokens": 9}))
+    run = await first_run(server)
+    run.push(0, Piece("x" * 500_000, [1], None, STOP))
+    await until(lambda: server.app[REQUEST_COUNTS][path, "POST", CLIENT_GONE] == 1)
     slow.close()
 
 
