@@ -40,6 +40,12 @@ LOWLY = 'echo 1000 > /proc/$$/oom_score_adj; exec nice -n 19 timeout 3600 "$@"'
 """How the compilers run: where memory runs out they are ended before the server, and one that hangs does not
 hold FlashInfer's lock for ever. By a shell, so that all of it holds before the first compiler begins."""
 
+ASKED_SECONDS = 30.0
+"""How long ninja may take to say whether there is work: it reads the times of some thousand files."""
+
+_ASKING = threading.Lock()
+"""One of the ranks' threads asks, so that all get its answer."""
+
 OUTPUT = "loom-compile.log"
 """Output of the compilers, in the folder of the library."""
 
@@ -68,7 +74,12 @@ def is_built(spec: Any) -> bool:
         return True
     if not spec.is_compiled:
         return False
-    asked = subprocess.run((*_ninja(spec), "-n"), capture_output=True, text=True, check=False)
+    try:
+        asked = subprocess.run(
+            (*_ninja(spec), "-n"), capture_output=True, text=True, check=False, timeout=ASKED_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return False
     return asked.returncode == 0 and "no work to do" in asked.stdout
 
 
@@ -76,7 +87,9 @@ def require_built(config: AttentionConfig) -> None:
     """Raises `ConfigError` unless FA3 can be loaded for this model at once; it is being compiled then, where
     that is possible. All ranks and replicas of a process get the same answer, whenever they ask."""
     kinds = sorted({window > 0 for window in config.windows})
-    for lack in [_lack(module_args(config, windowed), len(kinds)) for windowed in kinds]:
+    with _ASKING:
+        lacks = [_lack(module_args(config, windowed), len(kinds)) for windowed in kinds]
+    for lack in lacks:
         if lack:
             raise ConfigError(lack)
 

@@ -174,6 +174,19 @@ def test_what_flashinfer_would_compile_again_is_not_compiled(library: Library) -
         assert serves() == FLASHINFER
 
 
+def test_a_ninja_that_does_not_answer_holds_no_start_up(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(library)
+    silent = tmp_path / "silent"
+    silent.mkdir()
+    (silent / "ninja").write_text("#!/bin/sh\nexec sleep 600\n")
+    (silent / "ninja").chmod(0o755)
+    monkeypatch.setattr(fa3_build, "ASKED_SECONDS", 0.1)
+    monkeypatch.setenv("PATH", f"{silent}:{os.environ['PATH']}")
+    assert not fa3_build.is_built(library)
+
+
 def test_a_library_that_another_process_loads_is_compiled(library: Library) -> None:
     """FlashInfer holds its lock for that, too."""
     compiled(library)
