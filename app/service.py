@@ -48,7 +48,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = ""
     """Of the KV pool."""
     attention_backend: str = ""
-    """What serves, as `--attention-backend` would choose it."""
+    """Backends in use, in the form that `--attention-backend` takes."""
     device: str = "cpu"
     implementation: Implementation = "native"
     """Whose layers run."""

@@ -123,8 +123,8 @@ def main() -> None:
 
 
 def drift(model: Path, **how: Any) -> dict[str, float]:
-    """Differences of a text's log-probabilities, with these settings, from those of the dequantised model in
-    float32."""
+    """Return the absolute differences between the log-probabilities of a text with these settings and those
+    of the dequantised model in float32."""
     text = (Path(__file__).parents[1] / "README.md").read_text()[:4000]
     found: list[list[float]] = []
     for each in (how, {"quantization": "none", "dtype": "float32"}):

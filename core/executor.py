@@ -49,7 +49,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Of the layers' matrices."""
     kv_dtype: str = ""
     attention_backend: str = ""
-    """As `--attention-backend` would choose what serves; `torch` on a CPU."""
+    """Backends in use, in the form that `--attention-backend` takes; `torch` on a CPU."""
     memory: tuple[str, ...] = ()
     """What the device's memory holds, one phrase a part, as `weights 1.5 GiB`."""
     processors: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._started = 0
-        """In this turn."""
+        """Requests that started in this turn."""
         self._due = False
 
     async def enter(self) -> None:

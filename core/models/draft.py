@@ -93,7 +93,7 @@ class DraftSpec(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str = ""
     """MTP: how names of its tensors begin in the target's checkpoint."""
     names: Mapping[str, str] = {}
-    """MTP: how names begin here and there. The first that fits counts."""
+    """MTP: prefixes of our names, and what replaces them in the checkpoint. The first match counts."""
 
 
 def read_draft(config: Config, target: ModelSpec) -> DraftSpec:

@@ -90,7 +90,8 @@ def _hybrid(fields: Fields, mixed: bool) -> ModelSpec:
         )
     if linear.kernel < 2:
         raise fields.wrong("linear_conv_kernel_dim", "at least 2")
-    # Qwen3-Next's config does not say that there is one; one made of a .gguf file says if there is none.
+    # The config.json of Qwen3-Next has no field for its MTP layer, so the default is 1; a config that was
+    # read from a .gguf file has the number.
     name = "mtp_num_hidden_layers" if fields.has("mtp_num_hidden_layers") else "num_nextn_predict_layers"
     if (more := fields.count(name, 1)) > MOST_LAYERS:
         raise fields.wrong(name, f"at most {MOST_LAYERS:,}")

@@ -21,7 +21,7 @@ FIRST = "model.layers.0."
 """Prefix of the names of a draft model's only layer."""
 
 _HYBRID = "mtp."
-"""Prefix of all that a hybrid's checkpoint has for multi-token prediction."""
+"""Prefix of the MTP tensors in a hybrid's checkpoint."""
 _NAMES: Mapping[str, str] = {
     f"{FIRST}enorm.": f"{_HYBRID}pre_fc_norm_embedding.",
     f"{FIRST}hnorm.": f"{_HYBRID}pre_fc_norm_hidden.",
@@ -32,7 +32,7 @@ _NAMES: Mapping[str, str] = {
 
 
 def further_layers(target: ModelSpec, gguf: bool) -> tuple[str, ...]:
-    """How names of tensors begin that are of layers behind the last of `target`, in a .gguf file or not."""
+    """Return the prefixes of tensors of MTP layers, which follow the last layer of `target`."""
     if target.linear is not None and not gguf:
         return (_HYBRID,)
     layers = range(target.layers, target.layers + target.more_layers)

@@ -43,7 +43,7 @@ _LANGUAGE_MODEL = {
     "language_model.lm_head.": "lm_head.",
 }
 _BESIDE_QWEN = ("model.visual.",)
-"""What reads images."""
+"""Prefix of the vision encoder's tensors, which are not loaded."""
 _QKV = {
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
     "conv1d": ("conv1d_q", "conv1d_k", "conv1d_v"),

@@ -363,7 +363,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_tables(self) -> Held8:
-        """As `held`, of the head. On a CPU with 8-bit matrices the embedding stays in its file."""
+        """The format of the head, as `held`. On a CPU with 8-bit matrices the embedding stays in its file."""
         return "int8" if self.int8 and self.stored_gguf else ""
 
     @property

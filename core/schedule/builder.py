@@ -46,7 +46,8 @@ class PlanBuilder:
         self._new: list[NewSlot] = []
         self._writes: list[tuple[Ints, Ints, Ints]] = []
         self._saves: dict[int, Save] = {}
-        """By checkpoint: where they are few, a later save may be given one that an earlier save had."""
+        """Saves by checkpoint. With few checkpoints a later save of a step may reuse the checkpoint of an
+        earlier one: only the last may be written."""
 
     @property
     def full(self) -> bool:

@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """As `--attention-backend` would choose it."""
+        """The name in the form that `--attention-backend` takes."""
         ...
 
     def bind(self, pool: KvPool | None) -> None:
@@ -80,7 +80,7 @@ class PhaseAttention(Protocol):
 
 
 def silent(stage: str, share: float) -> None:
-    """Takes progress that nobody watches."""
+    """Ignore progress."""
 
 
 class AttentionConfig(NamedTuple):

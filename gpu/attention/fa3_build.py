@@ -44,28 +44,28 @@ ASKED_SECONDS = 30.0
 """How long ninja may take to say whether there is work: it reads the times of some thousand files."""
 
 _ASKING = threading.Lock()
-"""One of the ranks' threads asks, so that all get its answer."""
+"""Ranks ask one after the other, so that all get the first one's answer."""
 
 OUTPUT = "loom-compile.log"
-"""Output of the compilers, in the folder of the library."""
+"""Name of the file with the compilers' output, in the folder of the library."""
 
 
 def module_args(config: AttentionConfig, windowed: bool) -> tuple[Any, ...]:
-    """What FlashInfer's modules of prefill are made for, behind the backend's name."""
+    """Return the arguments of FlashInfer's prefill module that follow the backend's name."""
     dim, dtype = config.head_dim, config.dtype
     return (dtype, dtype, dtype, torch.int32, dim, dim, 0, windowed, config.cap > 0, False)
 
 
 def module_spec(*args: Any) -> Any:
-    """FlashInfer's `JitSpec` of FA3 for `module_args`. Writes the sources. Raises `OSError` (a cache that
-    cannot be written) and `RuntimeError` (no compute capability)."""
+    """Return FlashInfer's `JitSpec` of FA3 for `module_args`; its sources are written. Raises `OSError` (the
+    cache cannot be written) and `RuntimeError` (no compute capability)."""
     from flashinfer.prefill import gen_batch_prefill_module
 
     return gen_batch_prefill_module("fa3", *args)
 
 
 def is_built(spec: Any) -> bool:
-    """Whether FlashInfer loads the library at once. Raises `OSError` without ninja.
+    """Return whether FlashInfer loads the library without compiling. Raises `OSError` without ninja.
 
     FlashInfer's `is_compiled` says only that there is one. Each load runs ninja, which compiles again where a
     header is newer, as after the package is installed anew, or a flag is another: so ninja is asked.
@@ -84,7 +84,7 @@ def is_built(spec: Any) -> bool:
 
 
 def require_built(config: AttentionConfig) -> None:
-    """Raises `ConfigError` unless FA3 can be loaded for this model at once; it is being compiled then, where
+    """Raise `ConfigError` unless FA3 is compiled for this model; it is being compiled then, where
     that is possible. All ranks and replicas of a process get the same answer, whenever they ask."""
     kinds = sorted({window > 0 for window in config.windows})
     with _ASKING:
@@ -136,7 +136,8 @@ def _jobs(kinds: int) -> int:
 
 
 def _compile(spec: Any, jobs: int, lock: int) -> Path:
-    """Begin, and return where the output goes. The lock is the process's until its last compiler ends."""
+    """Start the compilers and return the path of their output. The process holds the lock until the last
+    compiler ends."""
     command = ("sh", "-c", LOWLY, "sh", *_ninja(spec), "-j", str(jobs))
     output = Path(spec.build_dir, OUTPUT)
     with open(output, "wb") as file:

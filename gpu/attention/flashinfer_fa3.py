@@ -76,7 +76,7 @@ def check_flashinfer(name: str, config: AttentionConfig) -> None:
 
 
 def check_fa3(config: AttentionConfig) -> None:
-    """Raises `ConfigError` where FA3 cannot run."""
+    """Raise `ConfigError` if FA3 does not support `config`."""
     check_flashinfer("FA3", config)
     if config.head_dim not in (64, 128, 256):
         raise ConfigError(f"FA3 has head_dim 64, 128 and 256, not {config.head_dim}.")
@@ -85,7 +85,8 @@ def check_fa3(config: AttentionConfig) -> None:
 
 
 def compiled_prefill(config: AttentionConfig) -> FlashInferPrefill:
-    """One that is made without compiling. Raises `ConfigError` with what compiles it, or why nothing does."""
+    """Return the backend if FA3 is compiled. Raises `ConfigError` otherwise, which says whether FA3 is being
+    compiled now."""
     check_fa3(config)
     require_built(config)
     return FlashInferPrefill(config)

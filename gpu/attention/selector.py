@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def _say(text: str) -> None:
-    """Log it once, however many ranks and replicas have it to say."""
+    """Log `text` once for all ranks and replicas."""
     log.info("%s", text)
 
 

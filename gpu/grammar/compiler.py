@@ -177,7 +177,7 @@ class Compiler:
 
 
 class _Later(Generic[T]):
-    """What is made once, by the first thread that calls for it. A refusal is kept, too: the next one would
+    """Makes a value once, in the first thread that calls it. A refusal is kept, too: the next attempt would
     take as long."""
 
     def __init__(self, make: Callable[[], T]) -> None:

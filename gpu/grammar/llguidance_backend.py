@@ -61,7 +61,7 @@ _PROBED = 24
 
 
 def check_table(table: TokenTable) -> None:
-    """Raise `Refused` for a vocabulary that nothing can be constrained with."""
+    """Raise `Refused` for a vocabulary without an end-of-sequence token or without exact bytes."""
     if not table.stops or not any(table.raw):
         raise Refused("constraints need an end-of-sequence token, and tokens with exact bytes")
 

@@ -247,7 +247,8 @@ def _absorb(
     value_mask: tl.tensor,
     EPS: tl.constexpr,
 ) -> tl.tensor:
-    """A head's memory behind a token more. `line` points to its key, at `keys`, and value, at `values`."""
+    """Update the state of a head by one token. `line` points to the token's key, at `keys`, and value, at
+    `values`."""
     k = tl.load(line + keys, mask=key_mask, other=0.0).to(tl.float32)
     v = tl.load(line + values, mask=value_mask, other=0.0).to(tl.float32)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + EPS)

@@ -34,7 +34,7 @@ class Pending(NamedTuple):
     due: Tensor
 
     def of(self, layer: int) -> Pending:
-        """Those of one layer."""
+        """Return the tensors of one layer."""
         return Pending(self.held[layer], self.inputs[layer], self.mixed[layer], self.gates[layer], self.due)
 
 
@@ -66,7 +66,7 @@ class StatePool:
         device: torch.device,
         drafts: int = 0,
     ) -> None:
-        """Rows have up to `drafts` drafts."""
+        """Allocate for rows with up to `drafts` drafts."""
         layers, entries = len(linear.layers), slots + 1 + checkpoints
         self.device = device
         self.first = slots
@@ -116,5 +116,5 @@ class StatePool:
 
     @staticmethod
     def pending_bytes(linear: LinearSpec, drafts: int, dtype: torch.dtype) -> int:
-        """Bytes that so many drafts of a slot take across all layers."""
+        """Return the bytes of a slot's `drafts` across all layers."""
         return len(linear.layers) * drafts * 2 * (linear.channels * dtype.itemsize + 4 * linear.value_heads)

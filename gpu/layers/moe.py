@@ -35,7 +35,7 @@ def expert_scales(spec: ModelSpec, moe: MoeSpec) -> tuple[tuple[int, ...], tuple
 
 def experts_held(spec: ModelSpec, moe: MoeSpec) -> Fp8 | W8A8 | Packed:
     """Return the format of the experts, "" for the dtype of the computation. Layers whose experts are
-    excepted from 4 bits use tile configs tuned for 4 bits."""
+    not in 4 bits use tile configs tuned for 4 bits."""
     if spec.mxfp4 is not None:
         return "mxfp4"
     if spec.int4 is not None:

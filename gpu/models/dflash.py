@@ -61,7 +61,7 @@ class DFlash(BlockModel):
             attention.store(ctx, rotation, kv)
 
     def _attentions(self) -> list[Attention]:
-        """The attention module of each layer. A DFlash head never has MLA layers."""
+        """Return the attention module of each layer. DFlash heads have no MLA layers."""
         return [layer.attention for layer in self._layers if isinstance(layer.attention, Attention)]
 
     def forward(self, ctx: ForwardContext, ids: Tensor) -> Tensor:

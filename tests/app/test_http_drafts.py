@@ -231,7 +231,7 @@ async def test_both_halves_of_an_answer_whose_thinking_was_cut(server: Server) -
 
 
 async def drive(bench: Bench) -> None:
-    """End one step after the other, when all is delivered that is due."""
+    """Complete the steps one by one, each after everything due was delivered."""
     bench.executor.eager = False
     while True:
         await settle()

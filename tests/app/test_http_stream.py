@@ -305,19 +305,25 @@ async def test_text_before_a_failure_is_told(server: Server) -> None:
 # -- slow readers and silence ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [CHAT, GENERATE])
-async def test_a_slow_reader_gets_merged_deltas_and_the_whole_text(start: Start, path: str) -> None:
-    server = await start(sndbuf=4096)
-    server.engine.manual = True
+async def slow_reader(server: Server, request: bytes) -> socket.socket:
+    """Send `request` by a socket with a small receive buffer that nobody reads."""
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(slow, ("127.0.0.1", server.port))
+    await loop.sock_sendall(slow, request)
+    return slow
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+async def test_a_slow_reader_gets_merged_deltas_and_the_whole_text(start: Start, path: str) -> None:
+    server = await start(sndbuf=4096)
+    server.engine.manual = True
     body = {"messages": HI, "stream": True} if path == CHAT else {"text": "hi", "stream": True}
     if path == CHAT:
         body["stream_options"] = {"include_usage": True}
-    await loop.sock_sendall(slow, post(path, body))
+    slow = await slow_reader(server, post(path, body))
     run = await first_run(server)
     tokens = 5000
     for at in range(tokens):
@@ -348,12 +354,7 @@ async def test_a_reader_that_never_reads_is_dropped(start: Start, monkeypatch: p
     monkeypatch.setattr(sse, "STALL", 0.05)
     server = await start(sndbuf=4096)
     server.engine.manual = True
-    slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(slow, ("127.0.0.1", server.port))
-    await loop.sock_sendall(slow, post(CHAT, {"messages": HI, "stream": True}))
+    slow = await slow_reader(server, post(CHAT, {"messages": HI, "stream": True}))
     run = await first_run(server)
     for at in range(50):
         run.push(0, Piece("x" * 10_000, [at]))
@@ -366,16 +367,11 @@ async def test_a_reader_that_never_reads_is_dropped(start: Start, monkeypatch: p
 async def test_a_reader_that_does_not_take_the_end_is_dropped(
     start: Start, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Its request ends, and gives its place among its account's back."""
+    """The request ends and no longer counts against its account's limit."""
     monkeypatch.setattr(sse, "STALL", 0.05)
     server = await start(sndbuf=4096)
     server.engine.manual = True
-    slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(slow, ("127.0.0.1", server.port))
-    await loop.sock_sendall(slow, post(path, {"messages": HI, "stream": True, "max_tokens": 9}))
+    slow = await slow_reader(server, post(path, {"messages": HI, "stream": True, "max_tokens": 9}))
     run = await first_run(server)
     run.push(0, Piece("x" * 500_000, [1], None, STOP))
     await until(lambda: server.app[REQUEST_COUNTS][path, "POST", CLIENT_GONE] == 1)

@@ -143,8 +143,8 @@ def test_equal_prompts_of_one_step_are_computed_once() -> None:
 def test_conversations_with_preemption(
     checkpoints: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every text is the oracle's, and the fake device checks each state against the tokens. Drafts in flight
-    may pass several multiples of the interval."""
+    """Texts equal the oracle's, and the fake device compares each state with the tokens. Accepted drafts may
+    pass several multiples of the interval."""
     monkeypatch.setattr(manager, "GAIN", 8)
     monkeypatch.setattr(manager, "INTERVAL", 8)
     rng = random.Random(checkpoints)

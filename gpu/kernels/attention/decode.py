@@ -164,8 +164,8 @@ def decode_config(
 
 
 def coarse_config(cut: DecodeConfig) -> DecodeConfig:
-    """`cut` for pages of float8: its tiles are half as large, and fewer of them ahead leave more of L1. µs on
-    an H100, 8 KV heads for 32 heads of 128, with 5 and 7 tiles ahead, and of bfloat16 pages with 7:
+    """Return `cut` for FP8 pages, with at most 5 stages. µs on an H100, 8 KV heads for 32 heads of 128: FP8
+    pages with 5 and 7 stages, and bfloat16 pages with 7:
     64 x 8,192       489   551   726
     256 x 1,024      252   283   375
     Tiles of 128 keys took 451 and 231 with Triton 3.6; 3.9 does not compile them.

@@ -166,7 +166,7 @@ def test_drafts(linear: LinearSpec, device: torch.device, dtype: torch.dtype, to
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_cpu_in_16_bits(drafts: int) -> None:
-    """The twin serves there: it keeps states in 32 bits and returns 16."""
+    """On a CPU the plain-torch version runs: it keeps states in float32 and returns 16-bit outputs."""
     cpu, found = torch.device("cpu"), []
     step = view(cpu, [(1, 70, 1 + drafts), (2, 70, 1)], [(3, 0, 5)])
     given = inputs(step.tokens, SMALL, cpu, torch.bfloat16)

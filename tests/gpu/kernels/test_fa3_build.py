@@ -51,20 +51,20 @@ def library(
 
 @pytest.fixture(autouse=True)
 def another_process() -> Iterator[None]:
-    """None has been asked before."""
+    """Start each test with empty caches."""
     another_start()
     yield
     another_start()
 
 
 def another_start() -> None:
-    """What this process knows, a new one does not."""
+    """Clear the caches, as a new process has none."""
     fa3_build._lack.cache_clear()
     selector._say.cache_clear()
 
 
 def ended() -> None:
-    """Wait until the end of the compilers was told."""
+    """Wait until the end of the compilers has been logged."""
     for thread in threading.enumerate():
         if thread.name == "loom-fa3":
             thread.join(PATIENCE)
@@ -76,7 +76,7 @@ def serves(backends: str = "", config: AttentionConfig = CONFIG) -> str:
 
 
 def compiled(library: Library) -> None:
-    """As an earlier server left it."""
+    """Compile FA3, as an earlier server did."""
     assert serves() == TRITON
     library.answer("fine")
     ended()
