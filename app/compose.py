@@ -265,8 +265,9 @@ def _drafting(config: Config, model: Path, progress: Progress) -> Drafting:
 
 
 def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compiler | None:
-    """Not prepared: on a CPU the first constraint does it. 190 MiB of 150,000 tokens are a tenth of what a
-    small model takes there, and the second in which streams wait is a few of its steps."""
+    """Return the compiler; its vocabulary is not read yet. On a CPU the first constraint reads it, because
+    150,000 tokens take 190 MiB, a tenth of a small model's memory. Other streams wait a second then, as long
+    as a few steps take there."""
     try:
         threads = min((os.cpu_count() or 2) // 2, MASK_THREADS) or 1
         return Compiler(tokenizer.token_table(width), helper, threads)

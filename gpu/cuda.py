@@ -123,8 +123,8 @@ class _Layers(NamedTuple):
 def _layers(
     spec: ModelSpec, parts: Parts, model: ModelConfig, cache: CacheConfig, samples: int, query: _Query
 ) -> _Layers:
-    """Those of `spec`, in a runner of `parts`, for steps of up to `samples` samples and rows of such a
-    `query`."""
+    """Return the attention backend, the operations and whether launches are dependent, for the layers of
+    `spec` in steps of up to `samples` sampled tokens and rows of up to `query` tokens."""
     device, dtype, facts = parts.target
     config = attention_config(spec, cache.page_size, samples, dtype, device, facts)
     config = config._replace(cascade_rows=CASCADE_ROWS, query=query.longest, trees=query.trees)

@@ -89,11 +89,11 @@ class MemoryPlan(NamedTuple):
     weight_dtype: str = ""
     checkpoints: int = 0
     state_bytes: int = 0
-    """Of linear attention, for one checkpoint."""
+    """Bytes of a checkpoint of linear attention's states."""
     slots: int = 0
     """That have states."""
     slot_bytes: int = 0
-    """Of linear attention, for one slot."""
+    """Bytes of a slot's states of linear attention."""
 
     @property
     def pool(self) -> int:
@@ -277,8 +277,9 @@ def _copied(spec: ModelSpec, dtype: torch.dtype, on_cpu: bool) -> int:
 def with_states(
     spec: ModelSpec, dtype: torch.dtype, rows: int, available: int, drafts: int = 0
 ) -> tuple[int, int]:
-    """Slots that have states of linear attention, and the bytes of each, with those of up to `drafts` drafts;
-    (0, 0) without. Raises `ConfigError` where those of so many `rows` take most of what is `available`."""
+    """Return the number of slots with states of linear attention and the bytes of each, with inputs of up to
+    `drafts` drafts; (0, 0) without linear attention. Raises `ConfigError` if `rows` slots take most of what
+    is `available`."""
     if spec.linear is None:
         return 0, 0
     each = StatePool.entry_bytes(spec.linear, dtype) + StatePool.pending_bytes(spec.linear, drafts, dtype)

@@ -46,10 +46,10 @@ def _segment(
     DRAFTS: tl.constexpr,
     QUERY: tl.constexpr,
 ) -> tl.tensor:
-    """Slot, position of the first token, row of the first token, number of tokens, and of those that the
-    slot's state takes in, of a segment: a decode row below `ROWS`, a chunk from there on. Padding has 0
-    tokens, and so has the segment of a draft: all tokens of a row, at most 1 + DRAFTS, are in that of the
-    first one. QUERY is as many, padded."""
+    """Return a segment's slot, position of its first token, row of that token, number of tokens, and how many
+    of these update the slot's state. Segments below `ROWS` are decode rows, the others chunks. A decode row
+    and its drafts, at most 1 + DRAFTS tokens, are the segment of the row's first token; those of its drafts
+    and of padding have 0 tokens. QUERY is 1 + DRAFTS as a power of two."""
     slot, start, first, tokens, taken = 0, 0, segment, 0, 0
     if segment < ROWS:
         decoding = tl.load(counts + 1)
@@ -76,8 +76,8 @@ def _segment(
 
 @jit
 def _states_of(slot: tl.tensor, cell: tl.tensor) -> tl.tensor:
-    """The slot whose states a row works on, whose first token's K and V go to `cell`: at its limit that is
-    the dump, and so are they."""
+    """Return the slot whose states a row updates, by the `cell` of its first token's K and V. A row at its
+    length limit writes to cell 0, which nobody reads, and so to the states of slot 0."""
     return tl.where(cell > 0, slot, 0)
 
 

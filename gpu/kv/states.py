@@ -15,16 +15,16 @@ from gpu.transfer import upload
 
 
 class Pending(NamedTuple):
-    """Drafts of each slot's last step, `drafts` at most. What a state has taken in cannot be taken out again,
-    so it stays behind the row's last token until the row's next step, which knows how many drafts were
-    accepted: it takes these in first. No state is ever put back.
+    """Inputs of the drafts of each slot's last step, at most `drafts`. A state cannot be rolled back, so a
+    step updates it by the row's first token only. The row's next step knows how many drafts were accepted
+    and updates the state by these first.
 
-        held    int32 [layers, slots]: tokens that the slot's state has taken in. The row's next step begins
-                at a position that is greater by the number of its accepted drafts
+        held    int32 [layers, slots]: tokens in the slot's state. The row's next step begins at a position
+                that is greater by the number of accepted drafts
         inputs  [layers, slots, drafts, channels]: of the convolution
         mixed   [layers, slots, drafts, channels]: its outputs
         gates   float32 [layers, slots, drafts, 2, value_heads]: decay and beta
-        due     int32 [slots]: how many drafts the step under way takes in, between kernels of a layer
+        due     int32 [slots]: accepted drafts that this step applies; passed between a layer's kernels
     """
 
     held: Tensor

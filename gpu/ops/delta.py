@@ -89,8 +89,8 @@ def _decode(pool: StatePool, layer: int, view: StepView, inputs: DeltaInputs, ou
 def _take_in(
     pending: Pending, slots: Tensor, starts: Tensor, window: Tensor, kept: Tensor, linear: LinearSpec
 ) -> Tensor:
-    """Take what was accepted of a layer's drafts into copies of the states of rows that begin at `starts`:
-    into `kept` in place. Returns the convolution's `window` behind them."""
+    """Update copies of a layer's states by the accepted drafts of rows that begin at `starts`: `kept` in
+    place. Returns the convolution's `window` after them."""
     due = (starts - pending.held[slots]).clamp(0, pending.inputs.shape[1]).long()
     pending.held[slots] = starts + 1
     for number in range(int(due.max())):

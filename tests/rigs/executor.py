@@ -116,7 +116,7 @@ class FakeExecutor:
         """By slot: length and hash of what its linear attention has seen."""
         self.checkpoints = {0: START}
         self._saves: dict[int, dict[int, int]] = {}
-        """By slot: numbers of tokens, and the checkpoint that takes the state behind so many."""
+        """By slot: numbers of tokens, and the checkpoint of the state after that many."""
         self.closed = False
         self._wake: Callable[[], None] = lambda: None
 

@@ -49,11 +49,11 @@ class Library:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether there is any."""
+        """Whether the library exists."""
         return self.is_aot or self.library.exists()
 
     def write_ninja(self) -> None:
-        """How it is compiled."""
+        """Write build.ninja."""
         self.build_dir.mkdir(exist_ok=True)
         rule = f"rule nvcc\n  command = {self.nvcc} $in $out {self.flags}\n"
         self.ninja_path.write_text(
@@ -61,7 +61,7 @@ class Library:
         )
 
     def get_compile_commands(self) -> list[dict[str, str]]:
-        """Of each unit."""
+        """Return the command of each compilation unit."""
         return [{"command": f"{self.nvcc} -c prefill.cu"}]
 
     def stop(self) -> None:

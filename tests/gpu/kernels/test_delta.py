@@ -110,9 +110,9 @@ def test_states_and_outputs(
 
 @pytest.mark.parametrize("linear", [SMALL, msgspec.structs.replace(SMALL, kernel=2, value_dim=40)])
 def test_drafts(linear: LinearSpec, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
-    """Steps that accept all, some and none of their drafts leave what the accepted tokens alone would have:
-    outputs, states and saves, whose place a rejected draft may have passed. So do steps without drafts
-    between them, all beside a chunk. A row at its limit leaves its states alone."""
+    """Outputs, states and saves equal those of the accepted tokens alone, whether all, some or no drafts are
+    accepted, with steps without drafts between and a chunk beside. A rejected draft may have passed the place
+    of a save. A row at its length limit does not change its states."""
     lengths, limited, most = {1: 9, 2: 6, 3: 7}, 4, 3
     plain, pool, twin = (
         StatePool(linear, SLOTS, CHECKPOINTS, dtype, device, drafts) for drafts in (0, most, most)
