@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +34,13 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Dropped to make room; a flush does not count."""
 
 
+class Workload(NamedTuple):
+    """Requests that run and wait, and the tokens that those hold and these bring: what there is to do."""
+
+    requests: int
+    tokens: int
+
+
 class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters grow for ever; the others are now."""
 
@@ -60,11 +68,6 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     def used_tokens(self) -> int:
         """Tokens of the pool that are neither free nor only cached."""
         return (self.cache.total - self.cache.free - self.cache.cached) * self.cache.page_size
-
-    @property
-    def tokens(self) -> int:
-        """Those and the tokens of waiting requests: what there is to do."""
-        return self.used_tokens + self.waiting_tokens
 
 
 class Histogram(msgspec.Struct):

@@ -22,7 +22,7 @@ from core.plan import StepFailure
 from core.request import Request
 from core.schedule.adapters import Places
 from core.schedule.scheduler import Confirmed, Scheduler
-from core.stats import EngineStatistics, SchedulerStatistics
+from core.stats import EngineStatistics, SchedulerStatistics, Workload
 from core.types import Finish, FinishReason, Ints, RootKey
 
 log = logging.getLogger(__name__)
@@ -304,6 +304,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise unless pages, slots and rows agree. Slow; any thread may call it while the engine is idle."""
         self._scheduler.check_integrity()
+
+    def workload(self) -> Workload:
+        """See `Scheduler.workload`."""
+        return self._scheduler.workload()
 
     def load(self) -> SchedulerStatistics:
         """What runs, waits and is cached now."""

@@ -11,7 +11,7 @@ from app.engine.loop import Engine
 from core.config import LoadBalance
 from core.errors import EngineFailed, RequestError, field_error
 from core.executor import Capabilities
-from core.stats import EngineStatistics, SchedulerStatistics
+from core.stats import EngineStatistics, Workload
 from core.types import Ints
 
 Act = Callable[[Engine], Awaitable[object]]
@@ -74,11 +74,11 @@ class Replicas:
         # Of equal ones the next in turn: cached prefixes spread while the server is idle.
         turn, self._turn = self._turn, (self._turn + 1) % len(self.engines)
         order = [*self.engines[turn:], *self.engines[:turn]]
-        loads = [(engine, engine.load()) for engine in order]
+        loads = [(engine, engine.workload()) for engine in order]
         if self._balance == "cached-prefix" or job.continues:
             return _by_prefix(loads, job, prompt)
         if self._balance == "shortest-queue":
-            return min(loads, key=lambda each: each[1].running + each[1].waiting)[0]
+            return min(loads, key=lambda each: each[1].requests)[0]
         if self._balance == "fewest-tokens":
             return min(loads, key=lambda each: each[1].tokens)[0]
         return order[0]
@@ -153,7 +153,7 @@ async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseExc
     }
 
 
-def _by_prefix(loads: Sequence[tuple[Engine, SchedulerStatistics]], job: Job, prompt: Ints) -> Engine:
+def _by_prefix(loads: Sequence[tuple[Engine, Workload]], job: Job, prompt: Ints) -> Engine:
     """The least loaded one, cached tokens subtracted."""
     alike = (1 + SLACK) * min(load.tokens for _, load in loads)
     costs = [

@@ -63,10 +63,16 @@ async def received(request: web.Request) -> AsyncIterator[bytes]:
 
 
 async def _arrived(request: web.Request, reading: Reading, limit: int) -> bytes:
-    body, intake = bytearray(), request.app[INTAKE]
+    body, intake, content = bytearray(), request.app[INTAKE], request.content
     try:
+        if content.is_eof():  # it came with its head, as most do: a timer and two contexts take 20 µs
+            whole = content.read_nowait()
+            if len(whole) > limit:
+                raise _too_large(limit)
+            intake.take(reading, len(whole))
+            return whole
         async with intake.arriving(reading, BODY_SECONDS):
-            while chunk := await request.content.readany():
+            while chunk := await content.readany():
                 if len(body) + len(chunk) > limit:
                     raise _too_large(limit)
                 intake.add(reading, len(chunk))

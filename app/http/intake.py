@@ -72,6 +72,13 @@ class Intake:
                 raise Unavailable("The server has no room for another request body right now; send it again.")
             self._end(idle)
 
+    def take(self, reading: Reading, size: int) -> None:
+        """Count a body that is there already. Raises as `add` does."""
+        try:
+            self.add(reading, size)
+        finally:
+            self._arriving.pop(reading, None)
+
     def _end(self, idle: Reading) -> None:
         assert idle.deadline is not None
         if not idle.deadline.expired():

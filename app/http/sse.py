@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 HIGH_WATER = 64 * 1024
 """Bytes that may wait for a slow reader before its deltas are merged instead."""
+
+LOW_WATER = HIGH_WATER // 4
+"""Bytes up to which a write waits for nothing: transports that have paused go on here."""
 
 KEEP_ALIVE = 15.0
 """Seconds of silence within which a comment is written: proxies give up after 30 to 60."""
@@ -91,6 +94,7 @@ class EventStream:
         "_loop",
         "_request",
         "_silent",
+        "_timer",
         "_transport",
         "_waker",
         "congested",
@@ -138,7 +142,8 @@ class EventStream:
             self.write(self._dialect.error(answer, self._request[REQUEST_ID]))
         if self._transport is not None and not self._transport.is_closing():
             # One send with the end of the body. It waits for a reader that has fallen behind.
-            async with write_timeout(self._request):
+            behind = self._transport.get_write_buffer_size() > LOW_WATER
+            async with write_timeout(self._request) if behind else nullcontext():  # a timer takes 10 µs
                 await self.response.write_eof(self._dialect.done)
         return True
 
@@ -176,13 +181,24 @@ class EventStream:
         """
         if self._waker is None:
             self._waker = self._loop.create_future()
-        while not self._waker.done():
-            self._silent = True
-            await asyncio.wait((self._waker,), timeout=self.keep_alive / 2)
-            if self._silent and not self._waker.done() and self._dialect.keep_alive:
-                self.write(self._dialect.keep_alive)
+        if not self._waker.done():
+            self._listen()
+            try:
+                await self._waker
+            finally:
+                self._timer.cancel()
         self._waker = None
         self._check_there()
+
+    def _listen(self) -> None:
+        """Look for a silence after half of the time for a comment. `asyncio.wait` takes 10 µs more."""
+        self._silent = True
+        self._timer = self._loop.call_later(self.keep_alive / 2, self._comment)
+
+    def _comment(self) -> None:
+        if self._silent and self._dialect.keep_alive:
+            self.write(self._dialect.keep_alive)
+        self._listen()
 
     def _check_there(self) -> asyncio.Transport:
         transport = self._transport

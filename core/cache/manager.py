@@ -325,6 +325,11 @@ class CacheManager:
             self._events.cleared()
         return freed
 
+    @property
+    def used_pages(self) -> int:
+        """Pages that are neither free nor only cached."""
+        return self._pages.total - self._pages.free - self._tree.evictable
+
     def statistics(self) -> CacheStatistics:
         """Counters only: nothing is walked."""
         return CacheStatistics(

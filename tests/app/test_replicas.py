@@ -141,7 +141,7 @@ async def test_random_jobs_go_where_the_rule_says(tokenizer: Tokenizer, count: i
     jobs, homes = {}, [0] * count
     for i in range(80):
         ids = np.append(prompt(rng.randrange(4), rng.choice((4, 60, 100))), prompt(i, rng.randint(1, 30)))
-        loads = [engine.load().tokens for engine in bench.engines]
+        loads = [engine.workload().tokens for engine in bench.engines]
         cached = [engine.cached(RootKey(), ids) for engine in bench.engines]
         run = await bench.start(f"r{i}", rng.randint(1, 12), prompt=ids)
         home = bench.engines.index(run.engine)

@@ -123,7 +123,7 @@ async def get_load(request: web.Request) -> object:
             "dp_rank": replica,
             "num_reqs": now.running + now.waiting,
             "num_waiting_reqs": now.waiting,
-            "num_tokens": now.tokens,
+            "num_tokens": now.used_tokens + now.waiting_tokens,
         }
         for replica, now in enumerate(_loads(request))
     ]
