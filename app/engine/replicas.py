@@ -154,10 +154,12 @@ async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseExc
 
 
 def _by_prefix(loads: Sequence[tuple[Engine, Workload]], job: Job, prompt: Ints) -> Engine:
-    """The least loaded one, cached tokens subtracted."""
+    """The least loaded one, cached tokens subtracted; of equal ones that with the fewest requests. Where all
+    have as many slots as requests, one more waits for a slot while another replica has one: with the fewest
+    tokens instead, 1,024 clients of two replicas of 512 slots had 3% less (simulated devices)."""
     alike = (1 + SLACK) * min(load.tokens for _, load in loads)
     costs = [
-        (max(load.tokens, alike) - engine.cached(job.root, prompt), load.tokens, at)
+        (max(load.tokens, alike) - engine.cached(job.root, prompt), load.requests, at)
         for at, (engine, load) in enumerate(loads)
     ]
-    return loads[min(costs)[2]][0]
+    return loads[min(costs)[-1]][0]

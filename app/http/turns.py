@@ -13,13 +13,9 @@ clients send 512 requests at once, and starting them all in one turn kept result
 without a limit; first tokens come after 300 and 421 ms. With 2 and 1 steps become many and small, and a
 quarter of the throughput is lost (`bench/results/history/h100x2-turns-qwen3-8b.json`)."""
 
-PART: Final = 32
-"""Of more than 128 that wait, a thirty-second starts in each turn."""
-
 
 class Turns:
-    """Lets requests start in the order in which they came, `PER_TURN` in each turn of the loop, and more
-    where many wait.
+    """Lets requests start in the order in which they came, `PER_TURN` in each turn of the loop.
 
     Owner: event loop.
     """
@@ -47,8 +43,8 @@ class Turns:
 
     def _next(self) -> None:
         self._due = False
-        self._started, most = 0, max(PER_TURN, len(self._waiting) // PART)
-        while self._waiting and self._started < most:
+        self._started = 0
+        while self._waiting and self._started < PER_TURN:
             waiter = self._waiting.popleft()
             if not waiter.done():  # else its client has left
                 waiter.set_result(None)

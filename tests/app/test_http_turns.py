@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from app.http.keys import TURNS
-from app.http.turns import PART, PER_TURN, Turns
+from app.http.turns import PER_TURN, Turns
 from tests.rigs.server import Start
 from tests.rigs.wait import until
 
@@ -28,21 +28,6 @@ async def test_a_turn_starts_a_few_in_order_and_lets_others_run_between() -> Non
     steps = [after - before for before, after in pairwise([0, *seen])]
     assert max(steps) == PER_TURN
     assert started == list(range(len(tasks)))
-
-
-async def test_more_start_in_a_turn_where_many_wait() -> None:
-    turns, started = Turns(), list[int]()
-    count = 3 * PART * PER_TURN
-    tasks = [asyncio.create_task(enter(turns, started, number)) for number in range(count)]
-    seen = [0]
-    while len(started) < count:
-        await asyncio.sleep(0)
-        seen.append(len(started))
-    for before, after in pairwise(seen):
-        assert after - before <= max(PER_TURN, (count - before) // PART)
-    assert len(seen) < 0.8 * count / PER_TURN
-    assert started == list(range(count))
-    await asyncio.gather(*tasks)
 
 
 async def test_one_that_arrives_later_does_not_overtake() -> None:

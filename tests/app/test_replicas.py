@@ -132,6 +132,20 @@ async def test_looking_for_a_prefix_refreshes_nothing(tokenizer: Tokenizer) -> N
     assert after == before
 
 
+async def test_of_replicas_loaded_alike_the_one_with_fewer_requests_takes_a_job(tokenizer: Tokenizer) -> None:
+    """A slot is what a short job waits for: with 20 tokens more in it, the first has two slots left."""
+    bench = Bench(tokenizer, eager=False, replicas=2, rows=4)
+    for i in range(2):
+        await bench.start(f"long{i}", 4, prompt=prompt(i, 100), replica=0)
+    for i in range(4):
+        await bench.start(f"short{i}", 4, prompt=prompt(10 + i, 45), replica=1)
+    first, second = (engine.workload() for engine in bench.engines)
+    assert second.tokens < first.tokens < (1 + SLACK) * second.tokens
+    run = await bench.start("next", 4, prompt=prompt(20, 8))
+    assert bench.engines.index(run.engine) == 0
+    await work(bench)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
 async def test_random_jobs_go_where_the_rule_says(tokenizer: Tokenizer, count: int, seed: int) -> None:
