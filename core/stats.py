@@ -35,10 +35,13 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(NamedTuple):
-    """Requests that run and wait, and the tokens that those hold and these bring: what there is to do."""
+    """Requests that run or wait, tokens of those that wait, and these with what the running ones hold.
+    `full`: a new request would wait for a slot."""
 
     requests: int
+    waiting: int
     tokens: int
+    full: bool
 
 
 class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):

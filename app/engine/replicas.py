@@ -25,7 +25,7 @@ class Replicas:
 
     A job goes to one of them with all its choices. By default that is where most of its prompt is cached,
     as long as the tokens that this saves are not fewer than those that the replica is to do beyond the least
-    loaded one (and beyond `SLACK`).
+    loaded one (and beyond `SLACK`), and it does not wait for a slot there while another has one (`_by_prefix`).
 
     One loop delivers for all of them, about 100,000 tokens a second: four replicas of a model of 8B on H200s,
     with 512 rows each, nearly fill it.
@@ -154,12 +154,16 @@ async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseExc
 
 
 def _by_prefix(loads: Sequence[tuple[Engine, Workload]], job: Job, prompt: Ints) -> Engine:
-    """The least loaded one, cached tokens subtracted; of equal ones that with the fewest requests. Where all
-    have as many slots as requests, one more waits for a slot while another replica has one: with the fewest
-    tokens instead, 1,024 clients of two replicas of 512 slots had 3% less (simulated devices)."""
-    alike = (1 + SLACK) * min(load.tokens for _, load in loads)
-    costs = [
-        (max(load.tokens, alike) - engine.cached(job.root, prompt), load.requests, at)
-        for at, (engine, load) in enumerate(loads)
-    ]
+    """The least loaded one, cached tokens subtracted; of equal ones that with the fewest requests. One with a
+    free slot comes before one that is full, unless half of the prompt is cached there. Where all are full the
+    line before a slot is the load: what running requests hold says little of when they end, and to go by it
+    sent all arrivals to the replica whose requests were younger."""
+    full = all(load.full for _, load in loads)
+    least = min(load.waiting if full else load.tokens for _, load in loads)
+    costs = []
+    for at, (engine, load) in enumerate(loads):
+        cached = engine.cached(job.root, prompt)
+        tokens = max(load.waiting if full else load.tokens, (1 + SLACK) * least)
+        waits = load.full and 2 * cached < len(prompt)
+        costs.append((waits, tokens - cached, load.requests, at))
     return loads[min(costs)[-1]][0]

@@ -378,8 +378,9 @@ class Scheduler:
 
     def workload(self) -> Workload:
         """What `statistics` says of the load, in a tenth of its time: each new request asks every replica."""
-        requests, used = self.running + len(self._waiting), self.cache.used_pages
-        return Workload(requests, used * self.cache.page_size + self._waiting.tokens)
+        requests, waiting = self.running + len(self._waiting), self._waiting.tokens
+        held, rows = self.cache.used_pages * self.cache.page_size, self._capabilities.max_rows
+        return Workload(requests, waiting, waiting + held, requests >= rows)
 
     def statistics(self) -> SchedulerStatistics:
         self.cache.expire(self._clock())  # pins end without a step too

@@ -21,6 +21,7 @@ from tests.rigs.executor import oracle
 from tests.rigs.step_loop import VOCAB, Bench
 from tests.rigs.wait import settle
 
+ROWS = 4
 BALANCES: list[LoadBalance] = ["cached-prefix", "shortest-queue", "round-robin", "fewest-tokens"]
 
 
@@ -134,7 +135,7 @@ async def test_looking_for_a_prefix_refreshes_nothing(tokenizer: Tokenizer) -> N
 
 async def test_of_replicas_loaded_alike_the_one_with_fewer_requests_takes_a_job(tokenizer: Tokenizer) -> None:
     """A slot is what a short job waits for: with 20 tokens more in it, the first has two slots left."""
-    bench = Bench(tokenizer, eager=False, replicas=2, rows=4)
+    bench = Bench(tokenizer, eager=False, replicas=2, rows=6)
     for i in range(2):
         await bench.start(f"long{i}", 4, prompt=prompt(i, 100), replica=0)
     for i in range(4):
@@ -146,25 +147,64 @@ async def test_of_replicas_loaded_alike_the_one_with_fewer_requests_takes_a_job(
     await work(bench)
 
 
+async def test_no_job_waits_for_a_slot_while_another_replica_has_one(tokenizer: Tokenizer) -> None:
+    """Though that one has far more to do; only where half of its prompt is cached does a job wait."""
+    bench = Bench(tokenizer, eager=False, replicas=2, rows=ROWS)
+    for i in range(ROWS - 1):
+        await bench.start(f"long{i}", 4, prompt=prompt(i, 100), replica=0)
+    for i in range(ROWS):
+        await bench.start(f"short{i}", 4, prompt=prompt(10 + i, 8), replica=1)
+    run = await bench.start("free", 4, prompt=prompt(20, 8))
+    assert bench.engines.index(run.engine) == 0
+    await work(bench)
+    for i in range(ROWS):
+        await bench.start(f"again{i}", 4, prompt=prompt(30 + i, 8), replica=0)
+    for words, home in ((8, 0), (200, 1)):
+        run = await bench.start(f"cached{words}", 4, prompt=np.append(prompt(0, 100), prompt(40, words)))
+        assert bench.engines.index(run.engine) == home
+    await work(bench)
+
+
+async def test_where_all_are_full_the_shortest_line_takes_a_job(tokenizer: Tokenizer) -> None:
+    """What running requests hold does not count: those that hold more end sooner."""
+    bench = Bench(tokenizer, eager=False, replicas=2, rows=ROWS)
+    for i in range(ROWS):
+        await bench.start(f"old{i}", 40, prompt=prompt(i, 60), replica=0)
+        await bench.start(f"young{i}", 40, prompt=prompt(10 + i, 8), replica=1)
+    while any(engine.workload().waiting for engine in bench.engines):
+        await settle()
+        for executor in bench.executors:
+            executor.complete(len(executor.pending))
+    await bench.start("first", 4, prompt=prompt(20, 8), replica=1)
+    homes = []
+    for i in range(3):
+        run = await bench.start(f"next{i}", 4, prompt=prompt(30 + i, 8))
+        homes.append(bench.engines.index(run.engine))
+    assert homes[0] == 0 and sorted(homes[1:]) == [0, 1]
+    await work(bench)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
 async def test_random_jobs_go_where_the_rule_says(tokenizer: Tokenizer, count: int, seed: int) -> None:
     """No replica costs less, none is without work while others pile it up, and all answer."""
     rng = random.Random(seed)
-    bench = Bench(tokenizer, eager=False, replicas=count, rows=4)
+    bench = Bench(tokenizer, eager=False, replicas=count, rows=ROWS)
     jobs, homes = {}, [0] * count
     for i in range(80):
         ids = np.append(prompt(rng.randrange(4), rng.choice((4, 60, 100))), prompt(i, rng.randint(1, 30)))
-        loads = [engine.workload().tokens for engine in bench.engines]
+        states = [engine.workload() for engine in bench.engines]
         cached = [engine.cached(RootKey(), ids) for engine in bench.engines]
+        waits = [state.full and 2 * found < len(ids) for state, found in zip(states, cached, strict=True)]
+        full = all(state.full for state in states)
+        loads = [state.waiting if full else state.tokens for state in states]
         run = await bench.start(f"r{i}", rng.randint(1, 12), prompt=ids)
         home = bench.engines.index(run.engine)
-        least = loads.index(min(loads))
-        gain = max(cached) - cached[least]
-        assert loads[home] <= (1 + SLACK) * loads[least] + gain
-        if cached[home] < max(cached):
-            best = cached.index(max(cached))
-            assert loads[best] - cached[best] >= loads[home] - cached[home]
+        like = [at for at in range(count) if waits[at] == all(waits)]
+        assert home in like
+        floor = (1 + SLACK) * min(loads)
+        costs = {at: max(loads[at], floor) - cached[at] for at in like}
+        assert costs[home] == min(costs.values())
         homes[home] += 1
         jobs[f"r{i}"] = (ids, run)
         for executor in rng.sample(bench.executors, rng.randint(0, count)):
