@@ -25,7 +25,7 @@ class Replicas:
 
     A job goes to one of them with all its choices. By default that is where most of its prompt is cached,
     as long as the tokens that this saves are not fewer than those that the replica is to do beyond the least
-    loaded one (and beyond `SLACK`), and it does not wait for a slot there while another has one (`_by_prefix`).
+    loaded one (and beyond `SLACK`). It does not wait for a slot there while another has one (`_by_prefix`).
 
     One loop delivers for all of them, about 100,000 tokens a second: four replicas of a model of 8B on H200s,
     with 512 rows each, nearly fill it.

@@ -365,8 +365,8 @@ def refuse_quantised(fields: Fields, int4: bool = True, mxfp4: bool = False) -> 
     found = _stored_integers(fields)
     if isinstance(found, Int4) and not int4:
         raise ModelError(
-            f"{where}: {found.format} is not served of {name}: encoders, hybrids with linear attention and "
-            "gpt-oss (but for mxfp4) are not supported in 4 bits. Use an FP8 or the unquantised checkpoint."
+            f"{where}: {found.format} is not served of {name}: encoders and gpt-oss (but for mxfp4) are "
+            "not supported in 4 bits. Use an FP8 or the unquantised checkpoint."
         )
 
 

@@ -85,9 +85,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(read.qwen2_moe),
     "Qwen3MoeForCausalLM": Family(read.qwen3_moe),
-    "Qwen3NextForCausalLM": Family(
-        hybrid.qwen3_next, unused=_BESIDE_QWEN, fused=_QKV, by_expert=_EXPERTS, int4=False
-    ),
+    "Qwen3NextForCausalLM": Family(hybrid.qwen3_next, unused=_BESIDE_QWEN, fused=_QKV, by_expert=_EXPERTS),
     **{
         f"Qwen3_5{kind}For{task}": Family(
             reader,
@@ -95,7 +93,6 @@ FAMILIES: Mapping[str, Family] = {
             renamed=_LANGUAGE_MODEL,
             fused=_QKV,
             by_expert=_EXPERTS,
-            int4=False,
         )
         for kind, reader in (("", hybrid.qwen3_5), ("Moe", hybrid.qwen3_5_moe))
         for task in ("CausalLM", "ConditionalGeneration")
@@ -187,7 +184,7 @@ def _by_our_names(plain: tuple[str, ...], family: Family) -> tuple[str, ...]:
         for theirs, ours in family.renamed.items():
             each = each.replace(theirs, ours)
         stacked = [(whole, parts) for whole, parts in family.fused.items() if whole in each]
-        found += [each.replace(whole, part) for whole, parts in stacked for part in parts] or [each]
+        found += [each, *(each.replace(whole, part) for whole, parts in stacked for part in parts)]
     return tuple(dict.fromkeys(found))
 
 

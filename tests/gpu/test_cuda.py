@@ -29,7 +29,7 @@ from tests.rigs import int8_files, mxfp4_files, tiny_model
 from tests.rigs.captured import full, same_text
 from tests.rigs.configurations import TINY_CONFIGURATIONS
 from tests.rigs.driver import Answer, Driver
-from tests.rigs.int4_files import KINDS, WIDE, plain_of, quantise
+from tests.rigs.int4_files import KINDS, WIDE, WIDE_HYBRID, plain_of, quantise
 
 pytestmark = pytest.mark.gpu
 
@@ -248,12 +248,20 @@ def test_w8a8_is_near_and_graphs_change_nothing(dtype: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("variant", "sizes"), [("qwen3", {}), ("qwen3-moe", {"moe_intermediate_size": 128})])
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        ("qwen3", WIDE),
+        ("qwen3-moe", WIDE | {"moe_intermediate_size": 128}),
+        ("qwen3-next", WIDE_HYBRID),
+        ("qwen3.5-moe", WIDE_HYBRID),
+    ],
+)
 def test_4_bits_are_near_and_graphs_change_nothing(
-    variant: str, sizes: dict[str, int], dtype: str, tmp_path: Path
+    variant: str, sizes: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
     """The weights that they stand for, in a model each matrix of which is held so."""
-    path = tiny_model.build(variant, tmp_path / "fine", **WIDE, **sizes).path
+    path = tiny_model.build(variant, tmp_path / "fine", **sizes).path
     plain = plain_of(path, quantise(path, KINDS["awq"]), tmp_path / "plain")
     check_near(path, plain, dtype, {})
 

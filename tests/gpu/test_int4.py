@@ -23,12 +23,23 @@ from gpu.device import CudaFacts
 from gpu.memory import plan_memory
 from gpu.parts import Target
 from gpu.quant.int4 import restore
-from gpu.shard import Shard
+from gpu.shard import ALONE, Shard
 from gpu.weight_formats import choose_fp8, choose_int4, shard_spec
 from gpu.weights import load_model
 from tests.rigs import int8_files, lora, tiny_model
 from tests.rigs.driver import Answer, Driver
-from tests.rigs.int4_files import KINDS, WIDE, Kind, awq, change, gptq, pack_quantized, plain_of, quantise
+from tests.rigs.int4_files import (
+    KINDS,
+    WIDE,
+    WIDE_HYBRID,
+    Kind,
+    awq,
+    change,
+    gptq,
+    pack_quantized,
+    plain_of,
+    quantise,
+)
 from tests.rigs.runner import CPU
 from tests.rigs.tree import ROOT
 
@@ -90,6 +101,59 @@ def test_other_families(variant: str, kind: Kind, tmp_path: Path) -> None:
     for name, weight in want.items():
         found = weights(places, name) if places[name].dtype == torch.int16 else places[name]
         torch.testing.assert_close(found, weight, rtol=1e-6, atol=1e-7)
+
+
+HYBRIDS = ["qwen3-next", "qwen3.5", "qwen3.5-moe"]
+
+
+@pytest.mark.parametrize("kind", [AWQ, KINDS["gptq"], KINDS["w4a16"]], ids=["awq", "gptq", "w4a16"])
+@pytest.mark.parametrize("variant", HYBRIDS)
+def test_linear_attention(variant: str, kind: Kind, tmp_path: Path) -> None:
+    """The wide projections and the output are held in 4 bits, also where ranks divide queries, keys and
+    values apart; what makes decays and gates has few outputs and stays."""
+    path = tiny_model.build(variant, tmp_path / "fine", **WIDE_HYBRID).path
+    plain = plain_of(path, quantise(path, kind), tmp_path / "plain")
+    for shard in (ALONE, Shard(0, 2), Shard(1, 2)):
+        want, found = (
+            load_model(shard_spec(spec, shard.ranks), where, torch.float32, CPU, shard=shard).places()
+            for spec, where in ((spec_of(plain), plain), (held(path), path))
+        )
+        fine = {name for name, place in found.items() if place.dtype == torch.int16}
+        own = {name.rpartition("linear_attn.")[2] for name in fine if "linear_attn" in name}
+        apart = ("in_proj_q", "in_proj_k", "in_proj_v") if shard.ranks > 1 else ("in_proj_qkv",)
+        wide = ("in_proj_qkvz",) if variant == "qwen3-next" else (*apart, "in_proj_z")
+        assert own == {f"{name}.weight" for name in (*wide, "out_proj")}
+        for name, weight in want.items():
+            is_fine = found[name].dtype == torch.int16
+            one = weights(found, name) if is_fine else found[name]
+            torch.testing.assert_close(one, weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (AWQ, {"modules_to_not_convert": ["linear_attn.in_proj_qkv"]}),
+        (KINDS["gptq"], {"dynamic": {"-:.*linear_attn.in_proj_qkv": {}}}),
+        (
+            KINDS["w4a16"],
+            {"ignore": ["lm_head", *(f"model.layers.{at}.linear_attn.in_proj_qkv" for at in (0, 2))]},
+        ),
+    ],
+    ids=["awq", "gptq", "w4a16"],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_linear_attention_that_is_excepted(
+    kind: Kind, config: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    """By the name that the checkpoint has, which is that of a rank's three parts too."""
+    path = tiny_model.build("qwen3.5", tmp_path, **WIDE_HYBRID).path
+    quantise(path, kind, ("in_proj_qkv",), **config)
+    spec, shard = shard_spec(held(path), ranks), Shard(0, ranks)
+    places = load_model(spec, path, torch.float32, CPU, shard=shard).places()
+    fine = {name for name, place in places.items() if place.dtype == torch.int16}
+    assert {name for name in fine if "linear_attn" in name} == {
+        f"model.layers.{at}.linear_attn.out_proj.weight" for at in (0, 2)
+    }, "a matrix of which one part is not quantised is held as that part is"
 
 
 def test_layers_that_a_checkpoint_excepts(tmp_path: Path) -> None:
@@ -203,13 +267,28 @@ def answers(path: Path, tp: int = 1, adapter: Path | None = None) -> list[Answer
 
 @pytest.mark.parametrize("served", ["dequantised", "in 4 bits"])
 @pytest.mark.parametrize(
-    ("kind", "tp", "adapts"), [(AWQ, 1, True), (KINDS["gptq"], 2, False), (KINDS["w4a16"], 1, False)]
+    ("variant", "kind", "tp", "adapts"),
+    [
+        ("qwen3", AWQ, 1, True),
+        ("qwen3", KINDS["gptq"], 2, False),
+        ("qwen3", KINDS["w4a16"], 1, False),
+        ("qwen3-next", AWQ, 1, False),
+        ("qwen3.5", KINDS["gptq"], 2, False),
+        ("qwen3.5-moe", KINDS["w4a16"], 1, False),
+    ],
 )
 def test_text_is_that_of_the_plain_weights(
-    kind: Kind, tp: int, adapts: bool, served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variant: str,
+    kind: Kind,
+    tp: int,
+    adapts: bool,
+    served: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By all layers: dequantised while loading, and by the twin of the kernels."""
-    path = tiny_model.build("qwen3", tmp_path / "fine", **WIDE).path
+    sizes = WIDE_HYBRID if variant in HYBRIDS else WIDE
+    path = tiny_model.build(variant, tmp_path / "fine", **sizes).path
     plain = plain_of(path, quantise(path, kind), tmp_path / "plain")
     adapter = lora.save(lora.adapter_for(plain), tmp_path / "lora") if adapts else None
     want = answers(plain, adapter=adapter)
@@ -354,7 +433,7 @@ def fields_of(told: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             yield from ((name, *rest) for rest in fields_of(value))
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "GptOssForCausalLM", "BertModel"])
+@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "BertModel"])
 def test_architectures_that_are_refused_by_name(architecture: str) -> None:
     with pytest.raises(ModelError, match=f"awq is not served of {architecture}"):
         runs_natively({"architectures": [architecture], "quantization_config": AWQ.config})

@@ -258,20 +258,23 @@ def test_an_fp8_layer_is_the_numbers_that_it_stands_for(variant: str, tmp_path: 
 
 
 @pytest.mark.parametrize("excepted", [False, True])
-@pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3", "qwen3-next", "qwen3.5-moe"])
 def test_a_layer_of_a_checkpoint_in_4_bits(variant: str, excepted: bool, tmp_path: Path) -> None:
     """It may be the one that stays as it is: then it counts in full."""
+    hybrid = variant.startswith("qwen")
     wide = {**WIDE, "num_hidden_layers": 3, "moe_intermediate_size": 128, "q_lora_rank": 128}
+    wide |= {"shared_expert_intermediate_size": 128} if hybrid else {}
+    prefix, own = ("mtp.", r"-:.*mtp\..*") if hybrid else (mtp.PREFIX, r"-:model\.layers\.2\..*")
     path = mtp.build(variant, tmp_path / "coarse", **wide, v_head_dim=32).path
-    left = {"dynamic": {r"-:model\.layers\.2\..*": {}}} if excepted else {}
+    left = {"dynamic": {own: {}}} if excepted else {}
     plain = plain_of(
-        path, quantise(path, KINDS["gptq"], (mtp.PREFIX,) if excepted else (), **left), tmp_path / "a"
+        path, quantise(path, KINDS["gptq"], (prefix,) if excepted else (), **left), tmp_path / "a"
     )
     spec, states = spec_of(path), torch.randn(5, 128, generator=torch.Generator().manual_seed(4))
     fine = replace(spec, int4=spec.stored_int4)
     logits = []
-    for where, own in ((plain, spec_of(plain)), (path, spec), (path, fine)):
-        _, layer = loaded(where, own)
+    for where, whole in ((plain, spec_of(plain)), (path, spec), (path, fine)):
+        _, layer = loaded(where, whole)
         with device_thread(CPU):
             made, _ = layer.forward(
                 Pages.of(layer.spec.decoder).chunk(0, 0, len(states)),

@@ -21,8 +21,21 @@ WIDE: dict[str, Any] = {
 }
 """Sizes of which each of two ranks has matrices that are held in 4 bits."""
 
+WIDE_HYBRID: dict[str, Any] = {
+    **WIDE,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+"""The same of variants with linear attention."""
 
-LAYERS = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
+
+LAYERS = re.compile(r"(_proj|_proj_with_mqa|in_proj_(qkvz?|z)|\.w[123])\.weight$")
 """Names of matrices, but for routers, tables and the head."""
 
 
