@@ -436,6 +436,29 @@ def test_float8_pages(name: str, device: torch.device) -> None:
     check(step, backend, 0.06)  # three bits behind the point
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Heads(4, 1, 64), page=64, decode=(32_000,)),
+        Case(Heads(2, 1, 64), page=64, chunks=((31_990, 4),), deep=True),
+    ],
+    ids=["decode", "few queries"],
+)
+def test_float8_pages_of_32000_keys(case: Case, device: torch.device) -> None:
+    """What e4m3 rounds, averaged over all keys, and not more: the bounds of core/schedule/README.md."""
+    step = make(case, DTYPE, device)
+    coarse = [side.nan_to_num(0.0).to(torch.float8_e4m3fn) for side in step.cache]
+    same = [side.to(DTYPE) for side in coarse]
+    found = []
+    for config, cache in ((step.config._replace(kv_scales=(1.0, 1.0)), coarse), (step.config, same)):
+        backend = device_attention(config, "triton")
+        bind(backend, [(cache[0], cache[1])] * 2)
+        backend.plan(step.view)
+        found.append(backend.attend(0, step.q, step.view)[: step.live])
+    assert error(found[0], step.expected[0]) < 0.06
+    assert error(*found) < (6e-3 if CUDA else 1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("pdl", [False, True])
