@@ -36,12 +36,14 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 class Workload(NamedTuple):
     """Requests that run or wait, tokens of those that wait, and these with what the running ones hold.
-    `full`: a new request would wait for a slot."""
+
+    `free` are the slots that those that wait leave; 0 where they need more pages than there are.
+    """
 
     requests: int
     waiting: int
     tokens: int
-    full: bool
+    free: int
 
 
 class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):

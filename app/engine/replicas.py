@@ -154,16 +154,23 @@ async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseExc
 
 
 def _by_prefix(loads: Sequence[tuple[Engine, Workload]], job: Job, prompt: Ints) -> Engine:
-    """The least loaded one, cached tokens subtracted; of equal ones that with the fewest requests. One with a
-    free slot comes before one that is full, unless half of the prompt is cached there. Where all are full the
-    line before a slot is the load: what running requests hold says little of when they end, and to go by it
-    sent all arrivals to the replica whose requests were younger."""
-    full = all(load.full for _, load in loads)
-    least = min(load.waiting if full else load.tokens for _, load in loads)
-    costs = []
-    for at, (engine, load) in enumerate(loads):
-        cached = engine.cached(job.root, prompt)
-        tokens = max(load.waiting if full else load.tokens, (1 + SLACK) * least)
-        waits = load.full and 2 * cached < len(prompt)
-        costs.append((waits, tokens - cached, load.requests, at))
+    """The least loaded one, cached tokens subtracted; of equal ones that with the fewest requests.
+
+    One that has slots for the job comes before one where it would wait, unless that has half of the prompt
+    more in its cache. Where the job waits anywhere, the line is the load: what running requests hold says
+    little of when they end, and to go by it sent all arrivals to the replica whose requests were younger.
+    """
+    ready = [load.free >= job.n for _, load in loads]
+    tokens = [load.tokens if any(ready) else load.waiting for _, load in loads]
+    cached = [engine.cached(job.root, prompt) for engine, _ in loads]
+    elsewhere = max((found for found, at_once in zip(cached, ready, strict=True) if at_once), default=0)
+    costs = [
+        (
+            any(ready) and not ready[at] and 2 * (cached[at] - elsewhere) < len(prompt),
+            max(tokens[at], (1 + SLACK) * min(tokens)) - cached[at],
+            load.requests,
+            at,
+        )
+        for at, (_, load) in enumerate(loads)
+    ]
     return loads[min(costs)[-1]][0]

@@ -31,7 +31,7 @@ HIGH_WATER = 64 * 1024
 """Bytes that may wait for a slow reader before its deltas are merged instead."""
 
 LOW_WATER = HIGH_WATER // 4
-"""Bytes up to which a write waits for nothing: transports that have paused go on here."""
+"""Bytes up to which a short write does not pause a transport that has not paused."""
 
 KEEP_ALIVE = 15.0
 """Seconds of silence within which a comment is written: proxies give up after 30 to 60."""
@@ -142,7 +142,8 @@ class EventStream:
             self.write(self._dialect.error(answer, self._request[REQUEST_ID]))
         if self._transport is not None and not self._transport.is_closing():
             # One send with the end of the body. It waits for a reader that has fallen behind.
-            behind = self._transport.get_write_buffer_size() > LOW_WATER
+            paused, size = self._request.protocol.writing_paused, self._transport.get_write_buffer_size()
+            behind = paused or size > LOW_WATER
             async with write_timeout(self._request) if behind else nullcontext():  # a timer takes 10 µs
                 await self.response.write_eof(self._dialect.done)
         return True

@@ -379,8 +379,9 @@ class Scheduler:
     def workload(self) -> Workload:
         """What `statistics` says of the load, in a tenth of its time: each new request asks every replica."""
         requests, waiting = self.running + len(self._waiting), self._waiting.tokens
-        held, rows = self.cache.used_pages * self.cache.page_size, self._capabilities.max_rows
-        return Workload(requests, waiting, waiting + held, requests >= rows)
+        size, rows = self.cache.page_size, self._capabilities.max_rows
+        free = max(rows - requests, 0) if waiting <= self.cache.available() * size else 0
+        return Workload(requests, waiting, waiting + self.cache.used_pages * size, free)
 
     def statistics(self) -> SchedulerStatistics:
         self.cache.expire(self._clock())  # pins end without a step too

@@ -165,6 +165,38 @@ async def test_no_job_waits_for_a_slot_while_another_replica_has_one(tokenizer: 
     await work(bench)
 
 
+async def test_where_all_replicas_have_the_common_part_no_job_waits(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=2, rows=ROWS, pages=1000)
+    system = prompt(0, 41)
+    for at in range(2):
+        await bench.start(f"seed{at}", 2, prompt=system, replica=at)
+    await work(bench)
+    for i in range(2):
+        await bench.start(f"long{i}", 40, prompt=prompt(10 + i, 200), replica=0)
+    for i in range(ROWS):
+        await bench.start(f"short{i}", 40, prompt=prompt(20 + i, 12), replica=1)
+    run = await bench.start("next", 4, prompt=np.append(system, prompt(40, 5)))
+    assert bench.engines.index(run.engine) == 0
+    many = await bench.start("many", 4, prompt=prompt(41, 5), n=2)  # one slot is left
+    assert bench.engines.index(many.engine) == 1
+    await work(bench)
+
+
+async def test_a_replica_without_pages_has_no_free_slot(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=2, rows=16, pages=200)
+    for i in range(12):
+        await bench.start(f"long{i}", 100, prompt=prompt(i, 200), replica=0)
+    for i in range(16):
+        await bench.start(f"short{i}", 30, prompt=prompt(30 + i, 8), replica=1)
+    for _ in range(4):
+        await settle()
+        for executor in bench.executors:
+            executor.complete(min(1, len(executor.pending)))
+    run = await bench.start("next", 4, prompt=prompt(100, 8))
+    assert bench.engines.index(run.engine) == 1  # the other has 2,000 tokens in its line
+    await work(bench)
+
+
 async def test_where_all_are_full_the_shortest_line_takes_a_job(tokenizer: Tokenizer) -> None:
     """What running requests hold does not count: those that hold more end sooner."""
     bench = Bench(tokenizer, eager=False, replicas=2, rows=ROWS)
@@ -184,6 +216,22 @@ async def test_where_all_are_full_the_shortest_line_takes_a_job(tokenizer: Token
     await work(bench)
 
 
+async def test_where_all_are_full_a_cached_prefix_is_worth_its_tokens(tokenizer: Tokenizer) -> None:
+    """Not the whole line, though it is half of the prompt."""
+    bench = Bench(tokenizer, eager=False, replicas=2, rows=ROWS, pages=1000)
+    await bench.start("seed", 2, prompt=prompt(0, 9), replica=0)
+    await work(bench)
+    for i in range(ROWS):
+        await bench.start(f"a{i}", 40, prompt=prompt(10 + i, 60), replica=0)
+        await bench.start(f"b{i}", 40, prompt=prompt(20 + i, 60), replica=1)
+    homes = []
+    for i in range(20):
+        run = await bench.start(f"next{i}", 4, prompt=np.append(prompt(0, 9), prompt(40 + i, 5)))
+        homes.append(bench.engines.index(run.engine))
+    assert 4 <= homes.count(1) <= 10
+    await work(bench)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
 async def test_random_jobs_go_where_the_rule_says(tokenizer: Tokenizer, count: int, seed: int) -> None:
@@ -195,12 +243,13 @@ async def test_random_jobs_go_where_the_rule_says(tokenizer: Tokenizer, count: i
         ids = np.append(prompt(rng.randrange(4), rng.choice((4, 60, 100))), prompt(i, rng.randint(1, 30)))
         states = [engine.workload() for engine in bench.engines]
         cached = [engine.cached(RootKey(), ids) for engine in bench.engines]
-        waits = [state.full and 2 * found < len(ids) for state, found in zip(states, cached, strict=True)]
-        full = all(state.full for state in states)
-        loads = [state.waiting if full else state.tokens for state in states]
+        ready = [at for at in range(count) if states[at].free]
+        loads = [state.tokens if ready else state.waiting for state in states]
         run = await bench.start(f"r{i}", rng.randint(1, 12), prompt=ids)
         home = bench.engines.index(run.engine)
-        like = [at for at in range(count) if waits[at] == all(waits)]
+        known = max((cached[at] for at in ready), default=0)
+        rich = [at for at in range(count) if at not in ready and 2 * (cached[at] - known) >= len(ids)]
+        like = [*ready, *rich] if ready else range(count)
         assert home in like
         floor = (1 + SLACK) * min(loads)
         costs = {at: max(loads[at], floor) - cached[at] for at in like}
