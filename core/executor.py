@@ -26,6 +26,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     max_chunks: int = 0
     """Chunks that a step can hold; 0: as many as its tokens."""
+    step_sizes: tuple[int, ...] = ()
+    """Tokens that steps with chunks are padded to, ascending; empty: they are not."""
     max_drafts: int = 0
     """Draft tokens that a decode row's query may have besides its last token."""
     masked_drafts: int = MASKED_DRAFTS

@@ -65,7 +65,7 @@ from gpu.state.view import StepView
 from gpu.step.begin import begin_step
 from gpu.step.rings import Entries
 from gpu.step.shape import Shape
-from gpu.step.shapes import most_samples
+from gpu.step.shapes import mixed_sizes, most_samples
 from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.targets import MostExchanged, choose_ranks, choose_targets
 from gpu.thread import device_thread
@@ -324,6 +324,7 @@ def _capabilities(parts: Parts, memory: MemoryPlan, runner: ModelRunner) -> Capa
         vocab_size=shape.vocab,
         max_step_tokens=shape.tokens,
         max_chunks=shape.chunks,
+        step_sizes=tuple(mixed_sizes(shape.tokens)) if device.type == "cuda" else (),
         max_drafts=shape.drafts,
         masked_drafts=0 if shape.trees else MASKED_DRAFTS,
         max_samples=shape.samples,

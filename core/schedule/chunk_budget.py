@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -29,6 +30,13 @@ MOST_EXCESS: Final = 4.0
 """Times the known seconds: more is an accident."""
 SCALES: Final = (0.5, 2.0)
 """What measured seconds of steps with chunks may be of the predicted ones."""
+SEVERAL: Final = 4
+"""Prompts of a step from which on it is cut to a padded size. The last of them has its first token a step
+later: one that comes alone would gain little for that."""
+BESIDE: Final = 64
+"""Decode tokens of such a step: so many rows do not wait for padding."""
+MOST_CUT: Final = 1 / 3
+"""Share of a step's prompt tokens that may be left for the next."""
 
 
 class _Spent(NamedTuple):
@@ -64,6 +72,7 @@ class ChunkBudget:
     def __init__(self, config: ScheduleConfig, capabilities: Capabilities) -> None:
         """Without measured costs, or a target, nothing is limited."""
         costs, most = capabilities.chunk_costs, capabilities.max_step_tokens
+        self._padded = capabilities.step_sizes if capabilities.causal else ()
         self._target = 1e-3 * config.itl_target
         self.limits = costs is not None and self._target > 0
         self._weight = config.prefill_weight
@@ -93,6 +102,22 @@ class ChunkBudget:
         rates = np.where((chunks > 0) & (seconds <= self._target), chunks / alone, 0.0)
         best = np.flatnonzero(rates > NEAR_BEST * rates.max())  # empty if no size fits
         return min(room, max(int(chunks[best[-1]]) if len(best) else 0, LEAST_CHUNK))
+
+    def fill_size(self, plan: PlanBuilder, wanted: int) -> None:
+        """Limit a step with several prompts, whose `wanted` tokens it has room for, to the next smaller size
+        that steps are padded to.
+
+        Under short prompts that come one by one a step of some 900 tokens is padded by 64 on average. Two
+        simulated replicas with an H100's step times and 1,024 clients (short512, three times as long) make
+        35,800 tokens/s for 35,100. On GPUs it was not measured.
+        """
+        rows = plan.decode_tokens
+        if plan.prompts < SEVERAL or rows < BESIDE or wanted > plan.room:
+            return
+        at = bisect_right(self._padded, rows + wanted)
+        over = rows + wanted - self._padded[at - 1] if at else wanted
+        if over <= MOST_CUT * wanted:
+            plan.room = wanted - over
 
     def spend(self, plan: PlanBuilder) -> None:
         """A step was planned."""

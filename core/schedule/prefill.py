@@ -128,6 +128,8 @@ class Prefills:
         if builder.prompts:
             builder.room = self._budget.room(builder.room, builder.decode_tokens, self._first_start())
             self._share(builder)
+            left = sum(self._left(request, tokens) for request, tokens in self._under_way)
+            self._budget.fill_size(builder, left + self._waiting.tokens)
         done: list[Request] = []
         remaining: list[tuple[Request, Ints]] = []
         self.admitted = []

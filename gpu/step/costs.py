@@ -21,8 +21,8 @@ REPEATS: Final = 3
 """Launches of a size, one behind the other: the first one waits for the host."""
 SECONDS: Final = 0.6
 """Sizes that are left by then are not measured: a table's line leads to them."""
-EACH: Final = 2.0
-"""Times `SECONDS` in which each size of chunks is measured: of an 8B on an H200 those of up to some 2,500
+EACH: Final = 2.5
+"""Times `SECONDS` in which each size of chunks is measured: of an 8B on an H200 those of up to some 2,000
 tokens, among which `--itl-target` chooses. Products take whole waves of tiles, by 128 or 256 rows, so that no
 line leads from one size to the next."""
 FAR: Final = 4096

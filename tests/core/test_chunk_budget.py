@@ -13,7 +13,7 @@ from core.executor import Capabilities
 from core.plan import StepPlan
 from core.schedule import chunk_budget
 from core.schedule.builder import PlanBuilder
-from core.schedule.chunk_budget import ChunkBudget
+from core.schedule.chunk_budget import BESIDE, SEVERAL, ChunkBudget
 from core.schedule.speculation import NO_DRAFTS
 from tests.rigs.scheduler import Harness
 
@@ -190,3 +190,46 @@ def test_costs_of_nothing_stop_no_prompt() -> None:
     found = budget(free)
     found.spend(planned(16, 80))
     found.learn(5.0)
+
+
+# -- sizes that steps are padded to ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted", "taken"),
+    [
+        (100, 156, 156),  # a size as it is
+        (100, 160, 156),
+        (100, 208, 156),  # a quarter is left
+        (100, 240, 240),  # a third would not do
+        (300, 260, 212),
+        (70, 50, 50),  # no size is as small
+        (100, 413, 413),  # has no room
+        (BESIDE - 1, 160, 160),
+    ],
+)
+def test_a_step_is_cut_to_the_next_smaller_size(rows: int, wanted: int, taken: int) -> None:
+    h = Harness(sizes=(128, 256, 512))
+    builder = PlanBuilder(512, 512, 0.0, NO_DRAFTS)
+    builder.decode_tokens, builder.prompts, builder.room = rows, SEVERAL, 512 - rows
+    h.scheduler._prefills._budget.fill_size(builder, wanted)
+    assert min(builder.room, wanted) == min(taken, 512 - rows)
+
+
+@pytest.mark.parametrize("prompts", [SEVERAL - 1, SEVERAL])
+@pytest.mark.parametrize("rows", [BESIDE - 1, BESIDE])
+def test_several_prompts_beside_many_rows_fill_a_size(rows: int, prompts: int) -> None:
+    """What is over, of the last prompt, comes in the next step; every text is the oracle's."""
+    h = Harness(pages=2_000, rows=80, step_tokens=512, sizes=(64, 96, 128, 512))
+    decoding(h, rows, 30)
+    before = len(h.executor.plans)
+    sent = [h.request(range(100 + 20 * i, 110 + 20 * i), 5) for i in range(prompts)]
+    h.run()
+    first, second = h.executor.plans[before : before + 2]
+    if rows < BESIDE or prompts < SEVERAL:
+        assert (first.num_tokens, len(second.chunks)) == (rows + 10 * prompts, 0)
+    else:
+        assert first.num_tokens == 96
+        assert sum(len(chunk.tokens) for chunk in second.chunks) == 10 * prompts - (96 - rows)
+    for request in sent:
+        h.check(request)

@@ -32,6 +32,8 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     short texts have checkpoints."""
     monkeypatch.setattr(chunk_budget, "LEAST_CHUNK", 1)
     monkeypatch.setattr(prefill, "SHARED_CHUNK", 8)
+    monkeypatch.setattr(chunk_budget, "SEVERAL", 2)
+    monkeypatch.setattr(chunk_budget, "BESIDE", 1)
     monkeypatch.setattr(manager, "GAIN", 4)
     monkeypatch.setattr(manager, "INTERVAL", 8)
 
@@ -54,6 +56,7 @@ class Traffic:
             costs=COSTS if seed % 2 else None,
             places=self.places,
             depth=rng.randrange(3),
+            sizes=((), (4, 12, 16, 24, 40, 64))[seed // 2 % 2],
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
             step_tokens=rng.choice([16, 32, 64]),
             itl_target=rng.choice([0, 2, 12]),
