@@ -267,7 +267,8 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     load_balance_method: Annotated[
         LoadBalance,
         "which replica takes a request that does not name one; cached-prefix: that with the longest cached "
-        "prefix, unless another has less to do by more than this saves; shortest-queue: the fewest requests; "
+        "prefix, unless another has less to do by more than this saves, or a free slot where it has none; "
+        "shortest-queue: the fewest requests; "
         "fewest-tokens: the fewest tokens to do",
     ] = "cached-prefix"
     base_gpu_id: Annotated[int, "number of the first GPU", "GPU", Meta(ge=0)] = 0

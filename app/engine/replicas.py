@@ -154,7 +154,7 @@ async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseExc
 
 
 def _by_prefix(loads: Sequence[tuple[Engine, Workload]], job: Job, prompt: Ints) -> Engine:
-    """The least loaded one, cached tokens subtracted; of equal ones that with the fewest requests.
+    """Choose the least loaded one, cached tokens subtracted; of equal ones that with the fewest requests.
 
     One that has slots for the job comes before one where it would wait, unless that has half of the prompt
     more in its cache. Where the job waits anywhere, the line is the load: what running requests hold says
