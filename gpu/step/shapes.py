@@ -28,7 +28,7 @@ def query_sizes(most_drafts: int) -> list[int]:
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """Token counts of steps with chunks: by 64 to 640, by 128 to 2,048, by 256 to 4,096, then by 512.
+    """Return token counts of steps with chunks: by 64 to 640, by 128 to 2,048, by 256 to 4,096, then by 512.
 
     A padded token costs its share of every product, and under short prompts that come one by one most steps
     have 300 to 1,500 tokens. With sizes 256 apart from 512 on, `short512` with two replicas on H100s made
