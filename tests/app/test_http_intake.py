@@ -109,6 +109,26 @@ async def test_the_one_idle_for_longest_is_ended_and_none_that_moves() -> None:
     assert (bodies.held, ended) == (0, ["b"])
 
 
+async def test_a_whole_body_is_counted_and_never_ended_for_others() -> None:
+    now = [0.0]
+    bodies = Intake(100, lambda: now[0])
+    with bodies.reading() as whole, bodies.reading() as other:
+        bodies.take(whole, 80)  # it is being decoded
+        now[0] = 2 * intake.IDLE_SECONDS
+        with pytest.raises(Unavailable):
+            bodies.add(other, 40)
+    assert bodies.held == 0
+
+
+async def test_a_whole_body_in_chunks_may_not_exceed_the_limit(start: Start) -> None:
+    """It arrives in one packet with its head, which does not say how long it is."""
+    server = await start(ServeConfig(max_body=4096))
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    reader, writer = await connect(server, head + b"%x\r\n%b\r\n0\r\n\r\n" % (5000, b" " * 5000))
+    assert await status(reader) == 413
+    writer.close()
+
+
 async def test_a_body_that_two_handlers_decode_is_read_once(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     assert (await server.post("/invocations", body))[0] == 200

@@ -389,6 +389,26 @@ async def test_silence_is_broken_by_comments(server: Server, monkeypatch: pytest
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
+async def test_no_comment_is_due_once_a_wait_has_ended(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[sse.EventStream] = []
+    wait = sse.EventStream.wait
+
+    async def seen(stream: sse.EventStream) -> None:
+        streams.append(stream)
+        await wait(stream)
+
+    monkeypatch.setattr(sse.EventStream, "wait", seen)
+    server.engine.manual = True
+    async with server.http.post(CHAT, json={"messages": HI, "stream": True}) as response:
+        run = await first_run(server)
+        await until(lambda: bool(streams))
+        run.push(0, Piece("x", [1], None, STOP))
+        await response.read()
+    assert all(stream._timer.cancelled() for stream in streams)
+
+
 # -- failures ----------------------------------------------------------------------------------------
 
 
