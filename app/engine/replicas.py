@@ -156,9 +156,9 @@ async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseExc
 def _by_prefix(loads: Sequence[tuple[Engine, Workload]], job: Job, prompt: Ints) -> Engine:
     """Choose the least loaded one, cached tokens subtracted; of equal ones that with the fewest requests.
 
-    One that has slots for the job comes before one where it would wait, unless that has half of the prompt
-    more in its cache. Where the job waits anywhere, the line is the load: what running requests hold says
-    little of when they end, and to go by it sent all arrivals to the replica whose requests were younger.
+    A replica with slots for the job comes before one where the job would wait, unless the latter has cached
+    half of the prompt more. If the job would wait on every replica, the queue is the load: the tokens that
+    running requests hold do not tell when they end. By those, the replica with younger requests got all jobs.
     """
     ready = [load.free >= job.n for _, load in loads]
     tokens = [load.tokens if any(ready) else load.waiting for _, load in loads]

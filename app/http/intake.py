@@ -73,7 +73,7 @@ class Intake:
             self._end(idle)
 
     def take(self, reading: Reading, size: int) -> None:
-        """Count a body that is there already. Raises as `add` does."""
+        """Count a body that has arrived completely. Raises `Unavailable` as `add` does."""
         try:
             self.add(reading, size)
         finally:

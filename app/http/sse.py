@@ -31,7 +31,7 @@ HIGH_WATER = 64 * 1024
 """Bytes that may wait for a slow reader before its deltas are merged instead."""
 
 LOW_WATER = HIGH_WATER // 4
-"""Bytes up to which a short write does not pause a transport that has not paused."""
+"""A transport with at most so many bytes in its buffer is not paused by one more short write."""
 
 KEEP_ALIVE = 15.0
 """Seconds of silence within which a comment is written: proxies give up after 30 to 60."""
@@ -144,7 +144,7 @@ class EventStream:
             # One send with the end of the body. It waits for a reader that has fallen behind.
             paused, size = self._request.protocol.writing_paused, self._transport.get_write_buffer_size()
             behind = paused or size > LOW_WATER
-            async with write_timeout(self._request) if behind else nullcontext():  # a timer takes 10 µs
+            async with write_timeout(self._request) if behind else nullcontext():  # a timer takes 3 µs
                 await self.response.write_eof(self._dialect.done)
         return True
 
@@ -192,7 +192,7 @@ class EventStream:
         self._check_there()
 
     def _listen(self) -> None:
-        """Look for a silence after half of the time for a comment. `asyncio.wait` takes 10 µs more."""
+        """Schedule the next check for silence. With `asyncio.wait` instead, a wait takes 5.5 µs for 1.8."""
         self._silent = True
         self._timer = self._loop.call_later(self.keep_alive / 2, self._comment)
 

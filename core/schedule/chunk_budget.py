@@ -31,12 +31,12 @@ MOST_EXCESS: Final = 4.0
 SCALES: Final = (0.5, 2.0)
 """What measured seconds of steps with chunks may be of the predicted ones."""
 SEVERAL: Final = 4
-"""Prompts of a step from which on it is cut to a padded size. The last of them has its first token a step
-later: one that comes alone would gain little for that."""
+"""A step with at least so many prompts is cut to a padded size. The last prompt gets its first token one step
+later; with fewer prompts this costs more than the padding."""
 BESIDE: Final = 64
-"""Decode tokens of such a step: so many rows do not wait for padding."""
+"""Minimum decode tokens of such a step: all their rows gain from a shorter step."""
 MOST_CUT: Final = 1 / 3
-"""Share of a step's prompt tokens that may be left for the next."""
+"""Largest share of a step's prompt tokens that is left for the next step."""
 
 
 class _Spent(NamedTuple):

@@ -24,7 +24,7 @@ from gpu.quant.scaled import INT8, quantise
 
 BITS = 7
 BASE = 2**BITS
-"""Base of the digits of an activation, which are -BASE / 2 to BASE / 2 - 1."""
+"""Base of an activation's digits, which lie between -BASE / 2 and BASE / 2 - 1."""
 
 TOP = (BASE // 2 - 1) * (BASE + 1)
 """The largest number that two digits represent."""

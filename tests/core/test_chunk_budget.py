@@ -192,7 +192,7 @@ def test_costs_of_nothing_stop_no_prompt() -> None:
     found.learn(5.0)
 
 
-# -- sizes that steps are padded to ------------------------------------------------------------------
+# -- padded step sizes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_step_is_cut_to_the_next_smaller_size(rows: int, wanted: int, taken: i
 @pytest.mark.parametrize("prompts", [SEVERAL - 1, SEVERAL])
 @pytest.mark.parametrize("rows", [BESIDE - 1, BESIDE])
 def test_several_prompts_beside_many_rows_fill_a_size(rows: int, prompts: int) -> None:
-    """What is over, of the last prompt, comes in the next step; every text is the oracle's."""
+    """The rest of the last prompt comes in the next step. Each text equals the oracle's."""
     h = Harness(pages=2_000, rows=80, step_tokens=512, sizes=(64, 96, 128, 512))
     decoding(h, rows, 30)
     before = len(h.executor.plans)
