@@ -27,9 +27,9 @@ from core.types import Finish, FinishReason, Ints, RootKey
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 4
-"""Planning pauses when a delivery has waited for so many steps. This happens only where the device is faster
-than the event loop, whose undelivered tokens would otherwise pile up in memory."""
+BACKLOG = 32
+"""Planning pauses when a delivery has waited for so many steps: a device faster than the loop would fill the
+memory. With 4, two H100s stood still for 5% of `short512` with 1,024 clients (history/h100x2-backlog)."""
 
 PAUSED_TICK = 0.25
 """Seconds between two ticks while requests wait for a paused engine: their time may run out."""

@@ -91,6 +91,10 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._has_head()
         self._open.remove()
+        if exc is not None:
+            # The request's reader keeps it, and its traceback would keep the frame of the failed write, whose
+            # stream holds the request: a cycle that only the collector frees.
+            exc.__traceback__ = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -244,7 +244,7 @@ async def test_a_lost_engine_ends_loading(bench: Bench, root: Path) -> None:
     loading = asyncio.ensure_future(load(bench, root, "a"))
     while not bench.executor.commands:
         await asyncio.sleep(0.001)
-    bench.executor.done.append(StepFailure(0, "lost"))
+    bench.executor.done.put(StepFailure(0, "lost"))
     bench.engine.wake()
     with pytest.raises(EngineFailed):
         await loading

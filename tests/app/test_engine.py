@@ -123,14 +123,31 @@ async def test_a_burst_of_jobs_goes_into_one_step(tokenizer: Tokenizer) -> None:
 
 
 async def test_planning_pauses_while_delivery_lags_behind(tokenizer: Tokenizer) -> None:
-    bench = Bench(tokenizer, rows=64)
+    bench = Bench(tokenizer, rows=4 * SLICE, pages=4_000)
     longest = 0
-    run = await bench.start("a", 64, n=64)
+    run = await bench.start("a", 100, n=4 * SLICE)
     while not all(request.finish for request in run.requests):
         longest = max(longest, bench.engine._backlog.waiting)
         await asyncio.sleep(0)
     await run.wait()
     assert 0 < longest <= BACKLOG + 1
+
+
+async def test_the_device_has_steps_while_the_loop_delivers_late(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    deliver = bench.engine._backlog.deliver
+    bench.engine._backlog.deliver = lambda: None  # type: ignore[method-assign]
+    run = await bench.start("a", 30)
+    for _ in range(20):
+        await settle()
+        assert bench.executor.pending
+        bench.executor.complete()
+    assert bench.pieces == {}
+    bench.engine._backlog.deliver = deliver  # type: ignore[method-assign]
+    bench.executor.eager = True
+    bench.executor.complete(len(bench.executor.pending))
+    await run.wait()
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 30, VOCAB)
 
 
 @pytest.mark.parametrize("logprobs", [-1, 0])

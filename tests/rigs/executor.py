@@ -16,6 +16,7 @@ import numpy as np
 
 from core.command import Command, CommandDone
 from core.executor import Capabilities
+from core.mailbox import Outbox
 from core.plan import MOST_SAVES, Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
 from core.types import Floats, Ints, NDArray64
 
@@ -84,7 +85,7 @@ class FakeExecutor:
         self.limit = np.zeros(capabilities.max_rows + 1, np.int64)
         self.cell = np.zeros(capabilities.max_rows + 1, np.int64)
         self.pending: deque[StepPlan] = deque()
-        self.done: list[StepResult | StepFailure | CommandDone] = []
+        self.done: Outbox[StepResult | StepFailure | CommandDone] = Outbox()
         self.commands: list[Command] = []
         self.holds = False
         """Commands wait for `carry_out`."""
@@ -118,14 +119,13 @@ class FakeExecutor:
         self._saves: dict[int, dict[int, int]] = {}
         """By slot: numbers of tokens, and the checkpoint of the state after that many."""
         self.closed = False
-        self._wake: Callable[[], None] = lambda: None
 
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
     def start(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+        self.done.listen(wake)
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -142,11 +142,12 @@ class FakeExecutor:
         """Run the oldest `count` submitted steps."""
         for _ in range(count):
             plan = self.pending.popleft()
+            if 0 <= self.fail_at < plan.step:
+                continue  # what follows a failure is dropped
             if plan.step == self.fail_at:
-                self.done.append(StepFailure(plan.step, "injected"))
+                self.done.put(StepFailure(plan.step, "injected"))
             else:
-                self.done.append(self._run(plan))
-            self._wake()
+                self.done.put(self._run(plan))
 
     def command(self, command: Command) -> None:
         """Answered at once, unless `holds`; with the error `refuse` if it is set."""
@@ -161,8 +162,7 @@ class FakeExecutor:
     def carry_out(self, command: Command | None = None) -> None:
         """Answer the last command, or this one."""
         command = command or self.commands[-1]
-        self.done.append(CommandDone(command.id, self.refuse or self._adapt(command)))
-        self._wake()
+        self.done.put(CommandDone(command.id, self.refuse or self._adapt(command)))
 
     def _adapt(self, command: Command) -> str | None:
         match command.action:
@@ -182,8 +182,7 @@ class FakeExecutor:
         return None
 
     def results(self) -> list[StepResult | StepFailure | CommandDone]:
-        done, self.done = self.done, []
-        return done
+        return self.done.drain()
 
     def close(self) -> None:
         self.closed = True

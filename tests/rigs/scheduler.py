@@ -103,7 +103,7 @@ class Harness:
             self.loads += 1
             self.executor.host = {adapter: ""}
             self.executor.command(Command(id=0, action="adapter_place", adapter=adapter, place=place))
-            self.executor.done.pop()
+            self.executor.results()
             self.scheduler.places.placed(adapter)
 
     def request(
