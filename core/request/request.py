@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum, auto
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,6 +44,18 @@ class Pinning(msgspec.Struct):
     """Tokens that were pinned, by mark; empty until the whole prompt is planned."""
 
 
+class Verified(NamedTuple):
+    """A step that verified drafts: output tokens and accepted drafts before it, and what it accepted."""
+
+    output: int
+    before: int
+    accepted: int
+
+
+RECENT = 64
+"""Steps of a request that are remembered: more than may wait for delivery (`app.engine.loop.BACKLOG`)."""
+
+
 class Drafts(msgspec.Struct):
     """What speculative decoding did for a request: counts of its steps that verified drafts."""
 
@@ -49,20 +63,23 @@ class Drafts(msgspec.Struct):
     drafted: int = 0
     accepted: int = 0
     """Equal to what was sampled, also those behind a stop: the device knows no stop."""
-    end: int = 0
-    """Output tokens after the last of these steps, those behind a stop too."""
+    recent: deque[Verified] = msgspec.field(default_factory=lambda: deque(maxlen=RECENT))
 
     def verified(self, drafted: int, made: int, output: int) -> None:
         """One more step: it verified `drafted` tokens and made `made` after the first `output`."""
+        accepted = max(made - 1, 0)
+        self.recent.append(Verified(output, self.accepted, accepted))
         self.steps += 1
         self.drafted += drafted
-        self.accepted += made - 1 if made else 0
-        self.end = output + made
+        self.accepted += accepted
 
     def delivered(self, output: int) -> int:
-        """Accepted drafts among the `output` tokens that the client gets. The last token of a step is no
-        draft. Where a stop string cuts off several steps, it is up to one less for each but the first."""
-        return max(self.accepted - max(self.end - output - 1, 0), 0)
+        """Accepted drafts among the `output` tokens that the client gets: a stop string may cut off several
+        steps, those that were made before it was found. The last token of a step is no draft."""
+        for step in reversed(self.recent):
+            if step.output < output:
+                return step.before + min(step.accepted, output - step.output)
+        return self.recent[0].before if self.recent else self.accepted
 
 
 class Request(msgspec.Struct, eq=False):

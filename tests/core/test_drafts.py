@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from app.engine.loop import BACKLOG
 from core.plan import MASKED_DRAFTS, StepPlan, StepResult
 from core.request import Request
 from core.request.request import Drafts
@@ -124,6 +126,16 @@ def test_drafts_behind_a_stop_are_accepted_and_not_delivered(row: list[int], del
     answer(h, plan_of(h), [row], drafted=drafted(3))
     assert (a.drafts.drafted, a.drafts.accepted) == (6, 4)
     assert a.drafts.delivered(len(a.output)) == 1 + delivered
+
+
+def test_a_stop_found_many_steps_late_leaves_the_drafts_before_it() -> None:
+    made = random.Random(3).choices(range(1, 5), k=BACKLOG + 2)
+    drafts, kinds = Drafts(), [False]  # the first token is the prompt's; which of the others are drafts
+    for count in made:
+        drafts.verified(3, count, len(kinds))
+        kinds += [True] * (count - 1) + [False]
+    for output in range(1, len(kinds) + 1):
+        assert drafts.delivered(output) == sum(kinds[:output])
 
 
 def test_drafts_of_a_request_that_has_left_count_for_nobody() -> None:
