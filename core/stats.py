@@ -60,8 +60,6 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     output_tokens: int
     retractions: int
-    finished: dict[str, int]
-    """Requests by finish reason."""
     refused: dict[str, int] = {}
     """Jobs that were not taken, by reason."""
     running_adapters: list[str] = []
@@ -165,6 +163,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     device_seconds: float
     """Of all applied steps: between two readings, how long the device was inside one."""
     loop_lag: float
+    finished: dict[str, int]
+    """Requests by the finish reason that their clients got."""
     stream_interval: int
     """Steps whose tokens are one event of a stream."""
     """Highest of the last seconds."""

@@ -20,8 +20,9 @@ SLICE: Final = 32
 """Requests whose tokens are delivered in one callback: 32 of at most 10 µs stay under the loop's 0.3 ms."""
 
 SLICE_TOKENS: Final = 4 * SLICE
-"""After these a slice ends as well: where they are searched for a stop, or each is an event, they take 1 to
-20 µs each, and a row may have those of several steps and of drafts."""
+"""A slice has no more, unless its only row does: where they are searched for a stop, or each is an event,
+they take 1 to 20 µs each, and a row may have those of many steps and of drafts. A row of others counts as
+one."""
 
 STREAM_FAILED = Finish(
     FinishReason.ERROR, message="The text of this answer could not be made; the log says why."
@@ -52,7 +53,7 @@ class Backlog:
 
     A request's tokens of all steps that wait are one event. So one step is one event while the loop keeps
     up, and a device that is faster than the loop costs it fewer events, not less throughput: an event takes
-    the loop some 20 µs, each further token of it less than two.
+    the loop some 20 µs, each further token of it less than two. First tokens are delivered before others.
 
     A stream that raises (its detokenizer, its client's sink) ends alone, with `STREAM_FAILED`. Any other
     exception goes to the engine.
@@ -71,14 +72,18 @@ class Backlog:
         """All that waits."""
         self._held: deque[_Row] = deque()
         """Rows in the order in which they came that were not due then."""
+        self._first: deque[_Row] = deque()
+        """Rows to deliver with the first token of their request, in this order, before all others: a client
+        that waits for it should not wait for a slow loop as well."""
         self._due: deque[_Row] = deque()
-        """Rows to deliver, in this order."""
+        """The others to deliver, in this order."""
         self._step = 1
 
     @property
     def waiting(self) -> int:
-        """Steps since which the next row is to be delivered, that one included; 0: none is due."""
-        return 1 + self._step - self._due[0].due if self._due else 0
+        """Steps since which a row is to be delivered, that one included; 0: none is due."""
+        first = [rows[0].due for rows in (self._first, self._due) if rows]
+        return 1 + self._step - min(first) if first else 0
 
     @property
     def empty(self) -> bool:
@@ -119,25 +124,28 @@ class Backlog:
         """Forget what was not delivered; the streams stay."""
         self._rows.clear()
         self._held.clear()
+        self._first.clear()
         self._due.clear()
 
     def deliver(self) -> None:
         """The next slice."""
-        tokens = 0
-        for _ in range(min(SLICE, len(self._due))):
-            row = self._due.popleft()
-            del self._rows[row.request]
-            tokens += len(row.tokens)
+        left = SLICE_TOKENS
+        for number in range(min(SLICE, len(self._first) + len(self._due))):
+            rows = self._first or self._due
+            row = rows[0]
             stream = self._streams.get(row.request)
             if stream is not None:  # else it ended by a stop string after these tokens were on their way
+                left -= stream.cost(row.tokens, row.logprobs)
+                if left < 0 and number:
+                    break
+            rows.popleft()
+            del self._rows[row.request]
+            if stream is not None:
                 self._deliver_row(row, stream)
-            if tokens >= SLICE_TOKENS:
-                break
 
     def _new(self, request: Request) -> _Row:
         row = self._rows[request] = _Row(request, self._step)
-        stream = self._streams.get(request)
-        if self.interval == 1 or (stream is not None and stream.count == 0):
+        if self.interval == 1 or self._is_first(request):
             self._is_due(row)
         else:
             self._held.append(row)
@@ -146,12 +154,16 @@ class Backlog:
     def _is_due(self, row: _Row) -> None:
         if not row.due:
             row.due = self._step
-            self._due.append(row)
+            (self._first if self._is_first(row.request) else self._due).append(row)
+
+    def _is_first(self, request: Request) -> bool:
+        stream = self._streams.get(request)
+        return stream is not None and stream.count == 0
 
     def end_all(self, finish: Finish) -> None:
         """Deliver what is known; then every stream gets its last piece."""
         self.flush()
-        while self._due:
+        while self._first or self._due:
             self.deliver()
         for request in list(self._streams):
             request.finish = request.finish or finish  # no step will: timings and reports say how it ended

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 32
 """Planning pauses when a delivery has waited for so many steps: a device faster than the loop would fill the
-memory. With 4, two H100s stood still for 5% of `short512` with 1,024 clients (history/h100x2-backlog)."""
+memory. With 4, two H100s stood still for 5% of `short512` (`history/h100x2-backlog-qwen3-8b.json`)."""
 
 PAUSED_TICK = 0.25
 """Seconds between two ticks while requests wait for a paused engine: their time may run out."""

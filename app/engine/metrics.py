@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -90,6 +91,7 @@ class Recorder:
         """The step that the next one's tokens have waited since; 0: none, after a rest."""
         self._seconds = 0.0
         self._spent = 0.0
+        self.finished: Counter[str] = Counter()
         self.lag = 0.0
         self.stream_interval = 1
         self.steps = 0
@@ -125,6 +127,8 @@ class Recorder:
     def ended(self, request: Request) -> None:
         """The last piece of a request is delivered; `output` is what its client got."""
         now, output, all_ = self._clock(), len(request.output), self._histograms
+        assert request.finish is not None
+        self.finished[request.finish.reason.value] += 1
         all_.end_to_end.add(now - request.arrival)
         all_.prompt_tokens.add(len(request.prompt))
         all_.output_tokens.add(output)
@@ -149,6 +153,7 @@ class Recorder:
             step_seconds=self._seconds,
             device_seconds=self._spent,
             loop_lag=self.lag,
+            finished=dict(self.finished),
             stream_interval=self.stream_interval,
             output_rate=output_rate,
             busy=busy,

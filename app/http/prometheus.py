@@ -242,14 +242,14 @@ def _queue(s: EngineStatistics) -> Iterator[Figure]:
     yield _gauge("loom_steps_in_flight", "Steps submitted and not applied.", q.in_flight)
     yield _counter("loom_steps_total", "Steps applied.", q.steps)
     yield _counter("loom_retractions_total", "Preemptions.", q.retractions)
-    finished = [((reason,), count) for reason, count in sorted(q.finished.items())]
+    finished = [((reason,), count) for reason, count in sorted(s.finished.items())]
     name = "loom_requests_finished_total"
     yield Figure("counter", name, "Requests ended, by reason.", finished, ("finished_reason",))
     refused = [((reason,), count) for reason, count in sorted(q.refused.items())]
     text = "Requests that were not queued, by reason."
     yield Figure("counter", "loom_requests_refused_total", text, refused, ("reason",))
-    yield _counter("sglang:num_requests_total", "Requests ended.", sum(q.finished.values()))
-    yield _counter("sglang:num_aborted_requests_total", "Requests aborted.", q.finished.get("abort", 0))
+    yield _counter("sglang:num_requests_total", "Requests ended.", sum(s.finished.values()))
+    yield _counter("sglang:num_aborted_requests_total", "Requests aborted.", s.finished.get("abort", 0))
 
 
 def _tokens(s: EngineStatistics) -> Iterator[Figure]:

@@ -130,7 +130,7 @@ class Served:
             "steps": now.steps,
             "output": now.output_tokens,
             "retractions": now.retractions,
-            "finished": now.finished,
+            "finished": dict(engine.recorder.finished),
             "failure": engine.failure or "",
             "lag": engine.recorder.lag,
             "buffered": self._buffered(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 
 class Counters:
     """Totals since the start. Owner: event loop."""
@@ -14,4 +12,3 @@ class Counters:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.retractions = 0
-        self.finished: Counter[str] = Counter()

@@ -131,7 +131,6 @@ class Scheduler:
         request.move(State.FINISHED)
         request.finish = finish
         self._waiting.callers.leave(request.caller, self._clock())
-        self.counters.finished[finish.reason.value] += 1
 
     def abort(self, request: Request, finish: Finish = ABORTED) -> None:
         """End a request whose client has left or whose time is over."""
@@ -396,7 +395,6 @@ class Scheduler:
             cached_tokens=self.counters.cached_tokens,
             output_tokens=self.counters.output_tokens,
             retractions=self.counters.retractions,
-            finished=dict(self.counters.finished),
             refused=dict(self._waiting.refused),
             running_adapters=self.places.running,
             waiting_adapters=list(self._waiting.adapters),

@@ -66,7 +66,7 @@ async def test_batches_of_several_replicas_are_complete(tmp_path: Path) -> None:
         ended = await rig.ended(batch.id)
         assert ended.status == "completed" and ended.request_counts is not None
         assert ended.request_counts.completed == 40
-        assert all(scheduler.counters.finished["length"] > 5 for scheduler in rig.schedulers)
+        assert all(engine.recorder.finished["length"] > 5 for engine in rig.replicas.engines)
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])

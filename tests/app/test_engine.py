@@ -258,7 +258,7 @@ def test_events_have_more_tokens_the_busier_the_loop_is() -> None:
 
 async def test_a_slice_has_few_tokens_however_many_steps_wait(tokenizer: Tokenizer) -> None:
     """Of rows with drafts, whose tokens are searched for a stop one by one."""
-    bench = Bench(tokenizer, depth=2, drafts=7, rows=4 * SLICE, pages=3_000)
+    bench = Bench(tokenizer, depth=2, drafts=7, rows=3 * SLICE, pages=3_000)
     deliver, seen, slices = bench.engine._backlog.deliver, 0, list[int]()
 
     def counted() -> None:
@@ -269,10 +269,10 @@ async def test_a_slice_has_few_tokens_however_many_steps_wait(tokenizer: Tokeniz
         seen = now
 
     bench.engine._backlog.deliver = counted  # type: ignore[method-assign]
-    run = await bench.start("a", 40, n=4 * SLICE, text=TextOptions(stop=("\0\0",)))
+    run = await bench.start("a", 40, n=3 * SLICE, text=TextOptions(stop=("\0\0",)))
     await run.wait()
-    assert seen == 4 * SLICE * 40
-    assert max(slices) < SLICE_TOKENS + SLICE, "the last row of a slice has a few more"
+    assert seen == 3 * SLICE * 40
+    assert max(slices) <= SLICE_TOKENS
 
 
 async def test_a_stop_string_that_the_last_token_completes_is_the_reason(
@@ -421,7 +421,7 @@ async def test_statistics_count_what_happened(bench: Bench) -> None:
     await settle()
     (stats,) = bench.submitter.statistics()
     assert stats.scheduler.output_tokens == 6
-    assert stats.scheduler.finished == {"length": 1}
+    assert stats.finished == {"length": 1}
     assert sum(stats.histograms.ttft.counts) == sum(stats.histograms.end_to_end.counts) == 1
     assert bench.submitter.flush()
     assert bench.engine.statistics().scheduler.cache.cached == 0

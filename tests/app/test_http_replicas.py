@@ -63,8 +63,8 @@ async def test_what_is_no_number_is_refused(server: Server, sent: str) -> None:
 def two(server: Server) -> Server:
     """Of two replicas, the second with one request more that waits."""
     (first,) = server.engine.statistics()
-    scheduler = msgspec.structs.replace(first.scheduler, waiting=3, finished={"abort": 5})
-    second = msgspec.structs.replace(first, scheduler=scheduler)
+    scheduler = msgspec.structs.replace(first.scheduler, waiting=3)
+    second = msgspec.structs.replace(first, scheduler=scheduler, finished={"abort": 5})
     server.engine.statistics = lambda: [first, second]  # type: ignore[method-assign]
     return server
 

@@ -203,5 +203,5 @@ def test_replicas_share_the_prompts(llm: LLM, tmp_path: Path) -> None:
     with load(tmp_path / "dummy", dp=2, load_balance_method="round_robin") as two:
         assert two.window == 2 * llm.window
         assert [output.token_ids for output in two.generate(prompts, GREEDY)] == expected
-        finished = [each.scheduler.finished for each in two._live.submitter.statistics()]
+        finished = [each.finished for each in two._live.submitter.statistics()]
         assert finished == [{"length": 6}] * 2

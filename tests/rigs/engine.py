@@ -331,7 +331,6 @@ class FakeEngine:
             cached_tokens=250,
             output_tokens=500,
             retractions=1,
-            finished={"stop": 4, "length": 3, "abort": 1},
             cache=cache,
         )
         whole = EngineStatistics(
@@ -340,6 +339,7 @@ class FakeEngine:
             step_seconds=0.02,
             device_seconds=1.5,
             loop_lag=0.001,
+            finished={"stop": 4, "length": 3, "abort": 1},
             stream_interval=1,
             output_rate=25.0,
             busy=0.75,

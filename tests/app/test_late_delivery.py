@@ -1,0 +1,134 @@
+"""A loop that delivers late: many steps wait, with the tokens of one request together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from app.engine.backlog import SLICE, SLICE_TOKENS
+from app.engine.job import TextOptions
+from app.text.tokenizer import Tokenizer
+from core.types import FinishReason
+from tests.rigs.executor import oracle
+from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
+from tests.rigs.wait import settle
+
+LATE = 30
+
+
+async def late(bench: Bench, steps: int = LATE) -> Callable[[], None]:
+    """Run so many steps and deliver nothing; what delivers the next slice."""
+    backlog = bench.engine._backlog
+    deliver, backlog.deliver = backlog.deliver, lambda: None  # type: ignore[method-assign]
+    for _ in range(steps):
+        await settle()
+        if bench.executor.pending:
+            bench.executor.complete()
+    await settle()
+    return deliver
+
+
+async def end(bench: Bench, deliver: Callable[[], None]) -> None:
+    """Deliver in time again, until nothing runs."""
+    bench.engine._backlog.deliver = deliver  # type: ignore[method-assign]
+    bench.executor.eager = True
+    bench.executor.complete(len(bench.executor.pending))
+    while not bench.engine.idle:
+        await settle()
+
+
+def delivered(bench: Bench) -> int:
+    return sum(len(piece.tokens) for pieces in bench.pieces.values() for piece in pieces)
+
+
+async def test_plain_rows_of_many_steps_take_no_more_slices_than_those_of_one(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, rows=3 * SLICE, pages=9_000)
+    await bench.start("a", 100, n=3 * SLICE)
+    deliver = await late(bench)
+    for _ in range(3):
+        deliver()
+    assert bench.engine._backlog.waiting == 0
+    assert delivered(bench) > 3 * SLICE * (LATE - 5)
+    await end(bench, deliver)
+
+
+async def test_first_tokens_overtake_those_that_wait(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, rows=3 * SLICE, pages=9_000)
+    await bench.start("a", 100, n=2 * SLICE)
+    deliver = await late(bench, 20)
+    for _ in range(2):
+        deliver()
+    await late(bench, 5)
+    run = await bench.start("b", 9)
+    await late(bench, 3)
+    waiting = bench.engine._backlog.waiting
+    assert run.first_token_at == 0.0
+    deliver()
+    assert run.first_token_at > 0.0
+    assert bench.engine._backlog.waiting == waiting, "the oldest still waits"
+    await end(bench, deliver)
+    assert bench.tokens("b-0") == oracle(PROMPT.tolist(), 9, VOCAB)
+
+
+@pytest.mark.parametrize(("single", "logprobs"), [(True, -1), (False, 0)])
+async def test_a_slice_has_few_tokens_that_are_fed_one_by_one(
+    tokenizer: Tokenizer, single: bool, logprobs: int
+) -> None:
+    bench = Bench(tokenizer, eager=False, depth=2, drafts=7, rows=16, pages=4_000)
+    sampling = msgspec.structs.replace(GREEDY, logprobs=logprobs)
+    await bench.start("a", 100, n=12, single_tokens=single, sampling=sampling)
+    deliver = await late(bench)
+    while bench.engine._backlog.waiting:
+        before = delivered(bench)
+        deliver()
+        assert 0 < delivered(bench) - before <= SLICE_TOKENS
+    await end(bench, deliver)
+
+
+async def test_a_row_that_is_longer_than_a_slice_is_one(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, drafts=15, rows=2, pages=400)
+    await bench.start("a", 400, single_tokens=True)
+    deliver = await late(bench, 33)
+    deliver()
+    assert delivered(bench) > SLICE_TOKENS
+    await end(bench, deliver)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 400, VOCAB)
+
+
+async def test_first_tokens_that_wait_are_delivered_when_the_engine_fails(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    run = await bench.start("a", 9)
+    deliver = await late(bench, 3)
+    bench.engine._backlog.deliver = deliver  # type: ignore[method-assign]
+    bench.engine.fail("broken")
+    await run.wait()
+    made = bench.tokens("a-0")
+    assert made == oracle(PROMPT.tolist(), len(made), VOCAB) != []
+    assert bench.reason("a-0") is FinishReason.ERROR
+
+
+async def test_a_failed_delivery_ends_requests_whose_first_token_waits(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    run = await bench.start("a", 9)
+    await late(bench, 3)
+
+    def broken() -> None:
+        raise KeyError("injected")
+
+    bench.engine._backlog.deliver = broken  # type: ignore[method-assign]
+    await run.wait()
+    assert bench.tokens("a-0") == []
+    assert bench.reason("a-0") is FinishReason.ERROR
+
+
+async def test_the_reason_that_is_counted_is_the_clients(tokenizer: Tokenizer) -> None:
+    """The scheduler has ended the request by its length when the stop string is found."""
+    text = tokenizer.decode(oracle(PROMPT.tolist(), 40, VOCAB))
+    bench = Bench(tokenizer, eager=False)
+    run = await bench.start("a", 24, text=TextOptions(stop=(text[4:7],)))
+    await end(bench, await late(bench))
+    await run.wait()
+    assert bench.reason("a-0") is FinishReason.STOP
+    assert bench.engine.statistics().finished == {"stop": 1}
