@@ -35,6 +35,7 @@ async def end(bench: Bench, deliver: Callable[[], None]) -> None:
     bench.engine._backlog.deliver = deliver  # type: ignore[method-assign]
     bench.executor.eager = True
     bench.executor.complete(len(bench.executor.pending))
+    bench.engine.wake()  # planning may have paused
     while not bench.engine.idle:
         await settle()
 

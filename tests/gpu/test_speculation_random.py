@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, int, Setup]] = {
     "ngram-4-little-memory": ("ngram", 4, Setup(Drafts(4, 0.0), overlap=2, pages=34)),
     "ngram-7-few-samples": ("ngram", 7, Setup(Drafts(7, 0.0), overlap=1, samples=9, target=20.0, pages=32)),
     "given-3": ("", 3, Setup(Drafts(3, 0.6), overlap=2, page=2, pages=60)),
-    "right-tree-2-little-memory": ("right-tree", 9, Setup(Drafts(9, 0.0, trees=True), overlap=2, pages=32)),
+    "right-tree-2-little-memory": ("right-tree", 9, Setup(Drafts(9, 0.0, trees=True), overlap=2, pages=30)),
     "eagle3-tree-page-1": (
         "eagle3-tree",
         9,

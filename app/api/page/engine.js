@@ -78,7 +78,7 @@ function total(states) {
     t: performance.now() / 1000,
     ...summed(({ scheduler: { waiting, running, steps, prompt_tokens, cached_tokens, output_tokens, retractions } }) =>
       ({ waiting, running, steps, prompt_tokens, cached_tokens, output_tokens, retractions })),
-    finished: summed((each) => each.scheduler.finished),
+    finished: summed((each) => each.finished),
     refused: summed((each) => each.scheduler.refused),
     cache: { ...summed((each) => each.scheduler.cache), page_size: states[0].scheduler.cache.page_size },
     device: sum((each) => each.device_seconds),
