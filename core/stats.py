@@ -163,11 +163,11 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     device_seconds: float
     """Of all applied steps: between two readings, how long the device was inside one."""
     loop_lag: float
+    """Highest of the last seconds."""
     finished: dict[str, int]
     """Requests by the finish reason that their clients got."""
     stream_interval: int
     """Steps whose tokens are one event of a stream."""
-    """Highest of the last seconds."""
     output_rate: float
     """Output tokens per second, as `busy`."""
     busy: float

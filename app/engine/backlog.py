@@ -20,9 +20,9 @@ SLICE: Final = 32
 """Requests whose tokens are delivered in one callback: 32 of at most 10 µs stay under the loop's 0.3 ms."""
 
 SLICE_TOKENS: Final = 4 * SLICE
-"""A slice has no more, unless its only row does: where they are searched for a stop, or each is an event,
-they take 1 to 20 µs each, and a row may have those of many steps and of drafts. A row of others counts as
-one."""
+"""Maximum number of tokens in a slice, except that a slice always has one row. Tokens that are searched for a
+stop, or that are an event each, take 1 to 20 µs each, and a row may have those of many steps and of drafts.
+A row whose tokens are fed together counts as one token (`Stream.cost`)."""
 
 STREAM_FAILED = Finish(
     FinishReason.ERROR, message="The text of this answer could not be made; the log says why."
@@ -73,8 +73,8 @@ class Backlog:
         self._held: deque[_Row] = deque()
         """Rows in the order in which they came that were not due then."""
         self._first: deque[_Row] = deque()
-        """Rows to deliver with the first token of their request, in this order, before all others: a client
-        that waits for it should not wait for a slow loop as well."""
+        """Rows with the first token of their request. They are delivered before all others, so that the time
+        to first token does not grow with the tokens that wait while the loop is late."""
         self._due: deque[_Row] = deque()
         """The others to deliver, in this order."""
         self._step = 1
@@ -82,8 +82,8 @@ class Backlog:
     @property
     def waiting(self) -> int:
         """Steps since which a row is to be delivered, that one included; 0: none is due."""
-        first = [rows[0].due for rows in (self._first, self._due) if rows]
-        return 1 + self._step - min(first) if first else 0
+        due = [rows[0].due for rows in (self._first, self._due) if rows]
+        return 1 + self._step - min(due) if due else 0
 
     @property
     def empty(self) -> bool:

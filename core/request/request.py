@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -53,7 +52,8 @@ class Verified(NamedTuple):
 
 
 RECENT = 64
-"""Steps of a request that are remembered: more than may wait for delivery (`app.engine.loop.BACKLOG`)."""
+"""Number of verified steps that a request remembers, more than may wait for delivery
+(`app.engine.loop.BACKLOG`)."""
 
 
 class Drafts(msgspec.Struct):
@@ -63,19 +63,21 @@ class Drafts(msgspec.Struct):
     drafted: int = 0
     accepted: int = 0
     """Equal to what was sampled, also those behind a stop: the device knows no stop."""
-    recent: deque[Verified] = msgspec.field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: list[Verified] = []
+    """The latest steps, the oldest first."""
 
     def verified(self, drafted: int, made: int, output: int) -> None:
         """One more step: it verified `drafted` tokens and made `made` after the first `output`."""
         accepted = max(made - 1, 0)
         self.recent.append(Verified(output, self.accepted, accepted))
+        del self.recent[:-RECENT]
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
 
     def delivered(self, output: int) -> int:
-        """Accepted drafts among the `output` tokens that the client gets: a stop string may cut off several
-        steps, those that were made before it was found. The last token of a step is no draft."""
+        """Return how many of the `output` tokens that the client gets are accepted drafts. Several steps may
+        lie behind a stop string that was found late. The last token of a step is no draft."""
         for step in reversed(self.recent):
             if step.output < output:
                 return step.before + min(step.accepted, output - step.output)

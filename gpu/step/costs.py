@@ -22,9 +22,9 @@ REPEATS: Final = 3
 SECONDS: Final = 0.6
 """Sizes that are left by then are not measured: a table's line leads to them."""
 EACH: Final = 2.5
-"""Multiple of `SECONDS` that is spent on measuring every size of chunks: of an 8B on an H200 about those of
-up to 2,000 tokens, among which `--itl-target` chooses. Products take whole waves of tiles, by 128 or 256
-rows, so no line leads from one size to the next."""
+"""Time for measuring every size of chunks, as a multiple of `SECONDS`. For an 8B on an H200 it suffices up to
+about 2,000 tokens, among which `--itl-target` chooses. Products take whole waves of tiles, by 128 or 256
+rows, so the time of a size does not follow from those of its neighbours."""
 FAR: Final = 4096
 """Tokens of a prompt before the chunk whose attention is measured."""
 SPACING: Final = 1.4

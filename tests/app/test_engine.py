@@ -133,23 +133,6 @@ async def test_planning_pauses_while_delivery_lags_behind(tokenizer: Tokenizer) 
     assert 0 < longest <= BACKLOG + 1
 
 
-async def test_the_device_has_steps_while_the_loop_delivers_late(tokenizer: Tokenizer) -> None:
-    bench = Bench(tokenizer, eager=False)
-    deliver = bench.engine._backlog.deliver
-    bench.engine._backlog.deliver = lambda: None  # type: ignore[method-assign]
-    run = await bench.start("a", 30)
-    for _ in range(20):
-        await settle()
-        assert bench.executor.pending
-        bench.executor.complete()
-    assert bench.pieces == {}
-    bench.engine._backlog.deliver = deliver  # type: ignore[method-assign]
-    bench.executor.eager = True
-    bench.executor.complete(len(bench.executor.pending))
-    await run.wait()
-    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 30, VOCAB)
-
-
 @pytest.mark.parametrize("logprobs", [-1, 0])
 @pytest.mark.parametrize("single", [False, True])
 async def test_steps_that_wait_for_the_loop_are_one_event(

@@ -1,4 +1,4 @@
-"""A loop that delivers late: many steps wait, with the tokens of one request together."""
+"""An event loop that delivers late: the tokens of many steps wait, those of a request in one row."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from tests.rigs.wait import settle
 LATE = 30
 
 
-async def late(bench: Bench, steps: int = LATE) -> Callable[[], None]:
-    """Run so many steps and deliver nothing; what delivers the next slice."""
+def replace(bench: Bench, deliver: Callable[[], None]) -> Callable[[], None]:
+    """Replace the engine's `Backlog.deliver`. Return the one before."""
     backlog = bench.engine._backlog
-    deliver, backlog.deliver = backlog.deliver, lambda: None  # type: ignore[method-assign]
+    before, backlog.deliver = backlog.deliver, deliver  # type: ignore[method-assign]
+    return before
+
+
+async def late(bench: Bench, steps: int = LATE) -> Callable[[], None]:
+    """Run so many steps and deliver nothing. Return what delivers the next slice."""
+    deliver = replace(bench, lambda: None)
     for _ in range(steps):
         await settle()
         if bench.executor.pending:
@@ -32,7 +38,7 @@ async def late(bench: Bench, steps: int = LATE) -> Callable[[], None]:
 
 async def end(bench: Bench, deliver: Callable[[], None]) -> None:
     """Deliver in time again, until nothing runs."""
-    bench.engine._backlog.deliver = deliver  # type: ignore[method-assign]
+    replace(bench, deliver)
     bench.executor.eager = True
     bench.executor.complete(len(bench.executor.pending))
     bench.engine.wake()  # planning may have paused
@@ -42,6 +48,15 @@ async def end(bench: Bench, deliver: Callable[[], None]) -> None:
 
 def delivered(bench: Bench) -> int:
     return sum(len(piece.tokens) for pieces in bench.pieces.values() for piece in pieces)
+
+
+async def test_the_device_has_steps_while_the_loop_delivers_late(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    await bench.start("a", 100)
+    deliver = await late(bench, 20)
+    assert bench.executor.pending and bench.pieces == {}
+    await end(bench, deliver)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 100, VOCAB)
 
 
 async def test_plain_rows_of_many_steps_take_no_more_slices_than_those_of_one(tokenizer: Tokenizer) -> None:
@@ -101,8 +116,7 @@ async def test_a_row_that_is_longer_than_a_slice_is_one(tokenizer: Tokenizer) ->
 async def test_first_tokens_that_wait_are_delivered_when_the_engine_fails(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer, eager=False)
     run = await bench.start("a", 9)
-    deliver = await late(bench, 3)
-    bench.engine._backlog.deliver = deliver  # type: ignore[method-assign]
+    replace(bench, await late(bench, 3))
     bench.engine.fail("broken")
     await run.wait()
     made = bench.tokens("a-0")
@@ -118,14 +132,14 @@ async def test_a_failed_delivery_ends_requests_whose_first_token_waits(tokenizer
     def broken() -> None:
         raise KeyError("injected")
 
-    bench.engine._backlog.deliver = broken  # type: ignore[method-assign]
+    replace(bench, broken)
     await run.wait()
     assert bench.tokens("a-0") == []
     assert bench.reason("a-0") is FinishReason.ERROR
 
 
 async def test_the_reason_that_is_counted_is_the_clients(tokenizer: Tokenizer) -> None:
-    """The scheduler has ended the request by its length when the stop string is found."""
+    """The scheduler ends the request by its length before the stop string is found."""
     text = tokenizer.decode(oracle(PROMPT.tolist(), 40, VOCAB))
     bench = Bench(tokenizer, eager=False)
     run = await bench.start("a", 24, text=TextOptions(stop=(text[4:7],)))
