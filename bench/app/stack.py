@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import time
-
-from aiohttp import web
+from urllib.parse import urlsplit
 
 from app.api.routes import make_app
 from app.checkpoint.checkpoint import resolve
@@ -16,6 +14,7 @@ from app.engine.loop import Engine
 from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.http.server import Runner
+from app.listen import listen
 from app.process import raise_file_limit
 from app.server import SWITCH_SECONDS
 from app.service import Loaded, ModelCard, Service
@@ -79,11 +78,10 @@ class Stack:
         sys.setswitchinterval(SWITCH_SECONDS)
         loop = asyncio.get_running_loop()
         self.engine.start(loop)
-        runner = Runner(make_app(self._service, ServeConfig(log_level="warning")))
+        serve = ServeConfig(port=0, log_level="warning")
+        runner = Runner(make_app(self._service, serve))
         await runner.setup()
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        await web.SockSite(runner, listener, backlog=4096).start()
+        address = await listen(runner, serve)
         self._service.ready(self._loaded)
         Housekeeping(self.replicas, loop).start()
-        return runner, int(listener.getsockname()[1])
+        return runner, urlsplit(address.url).port or 0

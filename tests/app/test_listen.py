@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+import uvloop
 
 from app.api.routes import make_app
 from app.http.server import Runner
-from app.listen import Address, bind, listen
+from app.listen import ACCEPTS, Address, bind, listen
 from app.service import Loaded, Service
 from core.config import ServeConfig
 from core.errors import ConfigError
@@ -60,6 +64,26 @@ async def test_a_path_that_cannot_be_listened_on_is_named(tmp_path: Path) -> Non
     assert Path(path).is_socket()  # what a server that is gone has left is no obstacle
     async with served(tmp_path, uds=path) as (_, address):
         assert address.uds == path
+
+
+@pytest.mark.parametrize("path", ["", "http"])
+def test_clients_that_come_at_once_are_accepted_within_a_few_turns(tmp_path: Path, path: str) -> None:
+    uds = str(tmp_path / path) if path else ""
+
+    async def turns() -> int:
+        async with served(tmp_path, uds=uds) as (runner, address), AsyncExitStack() as open_:
+            port = urlsplit(address.url).port
+            for _ in range(10 * ACCEPTS):
+                client = open_.enter_context(socket.socket(socket.AF_UNIX if uds else socket.AF_INET))
+                client.connect(uds or ("127.0.0.1", port))
+            taken = 0
+            assert runner.server is not None
+            while len(runner.server.connections) < 10 * ACCEPTS:
+                await asyncio.sleep(0)
+                taken += 1
+            return taken
+
+    assert uvloop.run(turns()) < 3 * ACCEPTS  # one in a turn took 160
 
 
 @pytest.mark.parametrize(
