@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -30,20 +30,19 @@ STREAM_FAILED = Finish(
 
 
 class _Row:
-    """The tokens of one request that are delivered together."""
+    """A request whose confirmed tokens wait: those of its output that its stream has not had."""
 
-    __slots__ = ("due", "finish", "logprobs", "request", "since", "tokens", "with_token")
+    __slots__ = ("due", "finish", "last", "logprobs", "request", "since")
 
     def __init__(self, request: Request, since: int) -> None:
-        """`since`: the step of its first tokens."""
+        """`since`: the step of the first token that waits."""
         self.request = request
         self.since = since
-        self.tokens: list[int] = []
         self.logprobs: list[RowLogprobs] = []
         """Of each token, where the request asked for them."""
         self.finish: Finish | None = None
-        self.with_token = False
-        """The last token caused the finish."""
+        self.last: int | None = None
+        """The token that caused the finish; -1 (not in the output): its logits were not finite."""
         self.due = 0
         """The step since which it is to be delivered; 0: not yet."""
 
@@ -53,7 +52,8 @@ class Backlog:
 
     A request's tokens of all steps that wait are one event. So one step is one event while the loop keeps
     up, and a device that is faster than the loop costs it fewer events, not less throughput: an event takes
-    the loop some 20 µs, each further token of it less than two. First tokens are delivered before others.
+    the loop some 20 µs, each further token of it less than two. First and last tokens are delivered before
+    others.
 
     A stream that raises (its detokenizer, its client's sink) ends alone, with `STREAM_FAILED`. Any other
     exception goes to the engine.
@@ -72,18 +72,23 @@ class Backlog:
         """All that waits."""
         self._held: deque[_Row] = deque()
         """Rows in the order in which they came that were not due then."""
-        self._first: deque[_Row] = deque()
-        """Rows with the first token of their request. They are delivered before all others, so that the time
-        to first token does not grow with the tokens that wait while the loop is late."""
-        self._due: deque[_Row] = deque()
+        self._urgent: deque[_Row] = deque()
+        """Rows with the first or the last token of their request. They are delivered before all others: while
+        the loop is late the time to first token does not grow with the tokens that wait, and clients send
+        their next request at once."""
+        self._due: OrderedDict[Request, _Row] = OrderedDict()
         """The others to deliver, in this order."""
         self._step = 1
 
     @property
     def waiting(self) -> int:
         """Steps since which a row is to be delivered, that one included; 0: none is due."""
-        due = [rows[0].due for rows in (self._first, self._due) if rows]
-        return 1 + self._step - min(due) if due else 0
+        due = self._step + 1
+        if self._urgent:
+            due = self._urgent[0].due
+        if self._due:
+            due = min(due, next(iter(self._due.values())).due)
+        return self._step + 1 - due
 
     @property
     def empty(self) -> bool:
@@ -99,19 +104,19 @@ class Backlog:
         # A step of prompts alone counts too: with --prefill-first many follow each other.
         self._step += bool(confirmed.requests or confirmed.prompt_tokens)
         rows = self._rows
-        for at, request in enumerate(confirmed.requests):
-            (rows.get(request) or self._new(request)).tokens.append(confirmed.tokens[at])
+        for request in confirmed.requests:
+            if request not in rows:
+                self._new(request)
         for at in sorted(confirmed.logprobs):
             rows[confirmed.requests[at]].logprobs.append(confirmed.logprobs[at])
         for at, finish in confirmed.ends.items():
             row = rows[confirmed.requests[at]]
-            row.finish, row.with_token = finish, True
-            self._is_due(row)
+            row.last = confirmed.tokens[at]
+            self._ends(row, finish)
         for request in confirmed.finished:
             assert request.finish is not None
             row = rows.get(request) or self._new(request)
-            row.finish = row.finish or request.finish
-            self._is_due(row)
+            self._ends(row, row.finish or request.finish)
         while self._held and self._held[0].since <= self._step + 1 - self.interval:
             self._is_due(self._held.popleft())
 
@@ -124,28 +129,33 @@ class Backlog:
         """Forget what was not delivered; the streams stay."""
         self._rows.clear()
         self._held.clear()
-        self._first.clear()
+        self._urgent.clear()
         self._due.clear()
 
     def deliver(self) -> None:
         """The next slice."""
         left = SLICE_TOKENS
-        for number in range(min(SLICE, len(self._first) + len(self._due))):
-            rows = self._first or self._due
-            row = rows[0]
+        for number in range(min(SLICE, len(self._urgent) + len(self._due))):
+            row = self._urgent[0] if self._urgent else next(iter(self._due.values()))
             stream = self._streams.get(row.request)
             if stream is not None:  # else it ended by a stop string after these tokens were on their way
-                left -= stream.cost(row.tokens, row.logprobs)
+                left -= stream.cost(len(row.request.output) - stream.count, row.logprobs)
                 if left < 0 and number:
                     break
-            rows.popleft()
+            if self._urgent:
+                self._urgent.popleft()
+            else:
+                del self._due[row.request]
             del self._rows[row.request]
             if stream is not None:
                 self._deliver_row(row, stream)
 
     def _new(self, request: Request) -> _Row:
         row = self._rows[request] = _Row(request, self._step)
-        if self.interval == 1 or self._is_first(request):
+        if self._is_first(request):
+            row.due = self._step
+            self._urgent.append(row)
+        elif self.interval == 1:
             self._is_due(row)
         else:
             self._held.append(row)
@@ -154,7 +164,13 @@ class Backlog:
     def _is_due(self, row: _Row) -> None:
         if not row.due:
             row.due = self._step
-            (self._first if self._is_first(row.request) else self._due).append(row)
+            self._due[row.request] = row
+
+    def _ends(self, row: _Row, finish: Finish) -> None:
+        row.finish = finish
+        if not row.due or self._due.pop(row.request, None) is not None:
+            row.due = self._step
+            self._urgent.append(row)
 
     def _is_first(self, request: Request) -> bool:
         stream = self._streams.get(request)
@@ -163,18 +179,18 @@ class Backlog:
     def end_all(self, finish: Finish) -> None:
         """Deliver what is known; then every stream gets its last piece."""
         self.flush()
-        while self._first or self._due:
+        while self._urgent or self._due:
             self.deliver()
         for request in list(self._streams):
             request.finish = request.finish or finish  # no step will: timings and reports say how it ended
             self._end(request, finish)
 
     def _deliver_row(self, row: _Row, stream: Stream) -> None:
-        request, tokens, logprobs, last = row.request, row.tokens, row.logprobs, None
-        if stream.count == 0 and tokens:
+        request, logprobs = row.request, row.logprobs
+        tokens = request.output[stream.count :]
+        if stream.count == 0 and (tokens or row.last is not None):
             self._recorder.first_token(request)
-        if row.with_token:
-            last = tokens.pop()
+        last = tokens.pop() if row.last is not None and row.last >= 0 else None
         if tokens:
             fed = logprobs[: len(tokens)] if logprobs else None
             found = self._call(request, stream.feed, tokens, fed)
@@ -182,11 +198,7 @@ class Backlog:
                 self._stop(request, stream, found)
                 return
         if row.finish is not None:
-            if last is None:
-                self._end(request, row.finish)
-            else:
-                token = last if last >= 0 else None  # -1: its logits were not finite
-                self._end(request, row.finish, token, logprobs[-1] if logprobs else None)
+            self._end(request, row.finish, last, logprobs[-1] if logprobs else None)
 
     def _end(self, request: Request, finish: Finish, *last: object) -> None:
         stream = self._streams[request]

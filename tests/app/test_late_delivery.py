@@ -88,6 +88,28 @@ async def test_first_tokens_overtake_those_that_wait(tokenizer: Tokenizer) -> No
     assert bench.tokens("b-0") == oracle(PROMPT.tolist(), 9, VOCAB)
 
 
+@pytest.mark.parametrize("interval", [1, 50])
+async def test_last_tokens_overtake_those_that_wait(tokenizer: Tokenizer, interval: int) -> None:
+    """A client sends its next request when it has them."""
+    bench = Bench(tokenizer, eager=False, rows=3 * SLICE, pages=9_000)
+    bench.engine.set_stream_interval(interval)
+    await bench.start("a", 100, n=2 * SLICE)
+    run = await bench.start("b", 30)
+    deliver = await late(bench, 10)
+    for _ in range(3):
+        deliver()
+    assert run.first_token_at > 0.0
+    await late(bench, 25)
+    others = delivered(bench)
+    assert bench.pieces["b-0"][-1].finish is None
+    deliver()
+    assert bench.reason("b-0") is FinishReason.LENGTH
+    assert bench.tokens("b-0") == oracle(PROMPT.tolist(), 30, VOCAB)
+    assert delivered(bench) < others + 25 * SLICE, "the others still wait"
+    await end(bench, deliver)
+    assert all(bench.tokens(f"a-{at}") == oracle(PROMPT.tolist(), 100, VOCAB) for at in range(2 * SLICE))
+
+
 @pytest.mark.parametrize(("single", "logprobs"), [(True, -1), (False, 0)])
 async def test_a_slice_has_few_tokens_that_are_fed_one_by_one(
     tokenizer: Tokenizer, single: bool, logprobs: int
