@@ -221,9 +221,9 @@ class Delivery:
                 stream.write(event)
                 return
             for part in frames.rest():
-                await stream.drained()
-                stream.write(part)
-                await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
+                if stream.keep(part):
+                    await stream.drained()
+                    await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
         finally:
             self._closed = self._holding = True
             self._held.clear()
@@ -259,11 +259,13 @@ class Delivery:
         event, end, error = events
         stream = self._stream
         assert stream is not None
-        if event is not None:
-            write(event)
         if end is not None:
-            write(end)
             self._left -= 1
+            event = end if event is None else event + end
+        if event is not None and (self._left or error is not None):
+            write(event)
+        elif event is not None:
+            stream.keep(event)
         if error is not None or not self._left:
             self._error = error
             self._holding = True

@@ -33,6 +33,9 @@ HIGH_WATER = 64 * 1024
 LOW_WATER = HIGH_WATER // 4
 """A transport with at most so many bytes in its buffer is not paused by one more short write."""
 
+KEPT = 4 * 1024
+"""Bytes of an answer's last events that are sent together."""
+
 KEEP_ALIVE = 15.0
 """Seconds of silence within which a comment is written: proxies give up after 30 to 60."""
 
@@ -91,6 +94,7 @@ class EventStream:
         "_burst",
         "_chunked",
         "_dialect",
+        "_kept",
         "_loop",
         "_request",
         "_silent",
@@ -120,6 +124,8 @@ class EventStream:
         if not self._chunked:
             self.response.force_close()
         self._silent = True
+        self._kept = b""
+        """Events to be sent with the end of the body."""
         self._waker: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -139,13 +145,13 @@ class EventStream:
             answer = fault(error)
             if (usage := current_usage()) is not None:
                 usage.fail(answer)
-            self.write(self._dialect.error(answer, self._request[REQUEST_ID]))
+            self._kept += self._dialect.error(answer, self._request[REQUEST_ID])
         if self._transport is not None and not self._transport.is_closing():
             # One send with the end of the body. It waits for a reader that has fallen behind.
             paused, size = self._request.protocol.writing_paused, self._transport.get_write_buffer_size()
             behind = paused or size > LOW_WATER
             async with write_timeout(self._request) if behind else nullcontext():  # a timer takes 3 µs
-                await self.response.write_eof(self._dialect.done)
+                await self.response.write_eof(self._kept + self._dialect.done)
         return True
 
     def post(self, event: bytes) -> None:
@@ -158,6 +164,15 @@ class EventStream:
         is found by `wait`."""
         self._burst.send()
         self._send(event)
+
+    def keep(self, event: bytes) -> bool:
+        """Send one event, after which only more of these follow, with them and the end of the body in one
+        write. Returns whether the reader was sent something before, because they are long."""
+        self._kept += event
+        if long := len(self._kept) > KEPT:
+            kept, self._kept = self._kept, b""
+            self.write(kept)
+        return long
 
     def _send(self, event: bytes) -> None:
         transport = self._transport
