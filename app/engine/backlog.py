@@ -44,7 +44,7 @@ class _Row:
         self.last: int | None = None
         """The token that caused the finish; -1 (not in the output): its logits were not finite."""
         self.due = 0
-        """The step since which it is to be delivered; 0: not yet."""
+        """The step since which it is to be delivered, or is urgent; 0: not yet."""
 
 
 class Backlog:
@@ -73,9 +73,9 @@ class Backlog:
         self._held: deque[_Row] = deque()
         """Rows in the order in which they came that were not due then."""
         self._urgent: deque[_Row] = deque()
-        """Rows with the first or the last token of their request. They are delivered before all others: while
-        the loop is late the time to first token does not grow with the tokens that wait, and clients send
-        their next request at once."""
+        """Rows with the first or the last token of their request. They are delivered before all others, so
+        that the time to first token does not grow with the tokens that wait while the loop is late. A client
+        sends its next request when it has the last token."""
         self._due: OrderedDict[Request, _Row] = OrderedDict()
         """The others to deliver, in this order."""
         self._step = 1

@@ -222,9 +222,9 @@ class Engine:
             self._scheduler.expire()
             if self._resting is None and not self._scheduler.idle:
                 self._rest(PAUSED_TICK)
-        ended = self._scheduler.take_finished()
-        if ended:
+        if ended := self._scheduler.take_finished():
             self._backlog.add(Confirmed([], [], {}, {}, ended))
+            self.wake()  # planning may have paused for a row of theirs
 
     def _may_plan(self) -> bool:
         return (

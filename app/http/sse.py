@@ -34,7 +34,7 @@ LOW_WATER = HIGH_WATER // 4
 """A transport with at most so many bytes in its buffer is not paused by one more short write."""
 
 KEPT = 4 * 1024
-"""Bytes of an answer's last events that are sent together."""
+"""Maximum bytes of an answer's last events that wait for the end of its body."""
 
 KEEP_ALIVE = 15.0
 """Seconds of silence within which a comment is written: proxies give up after 30 to 60."""
@@ -166,8 +166,8 @@ class EventStream:
         self._send(event)
 
     def keep(self, event: bytes) -> bool:
-        """Send one event, after which only more of these follow, with them and the end of the body in one
-        write. Returns whether the reader was sent something before, because they are long."""
+        """Send the last events of an answer with the end of its body, in one write. Only more of these may
+        follow. Returns whether what was kept was long and has been written."""
         self._kept += event
         if long := len(self._kept) > KEPT:
             kept, self._kept = self._kept, b""

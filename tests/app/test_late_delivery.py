@@ -9,6 +9,7 @@ import pytest
 
 from app.engine.backlog import SLICE, SLICE_TOKENS
 from app.engine.job import TextOptions
+from app.engine.loop import BACKLOG
 from app.text.tokenizer import Tokenizer
 from core.types import FinishReason
 from tests.rigs.executor import oracle
@@ -133,6 +134,22 @@ async def test_a_row_that_is_longer_than_a_slice_is_one(tokenizer: Tokenizer) ->
     assert delivered(bench) > SLICE_TOKENS
     await end(bench, deliver)
     assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 400, VOCAB)
+
+
+async def test_planning_goes_on_when_the_oldest_row_is_aborted(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    oldest = await bench.start("a", 200)
+    deliver = await late(bench, 5)
+    deliver()  # its first tokens: what follows of it is not urgent
+    await late(bench, 10)
+    await bench.start("b", 100)
+    await late(bench, 60)
+    assert bench.engine._backlog.waiting >= BACKLOG and not bench.executor.pending, "planning has paused"
+    oldest.abort()
+    await settle()
+    assert bench.executor.pending, "nothing else would wake the engine"
+    await end(bench, deliver)
+    assert bench.tokens("b-0") == oracle(PROMPT.tolist(), 100, VOCAB)
 
 
 async def test_first_tokens_that_wait_are_delivered_when_the_engine_fails(tokenizer: Tokenizer) -> None:
