@@ -17,8 +17,8 @@ from core.nodes import ANYWHERE
 BACKLOG: Final = 4096
 """Listen backlog: a burst of new connections must not be reset."""
 ACCEPTS: Final = 16
-"""Connections accepted in one turn of the loop. libuv accepts one for each listening handle, so there are
-so many handles on the one socket. With one, some of 1,024 clients that came at once waited up to 6.4 s to be
+"""Number of listening handles on the one socket. uvloop accepts one connection for each of them in a turn of
+the loop. With one handle, some of 1,024 clients that came at once waited up to 6.4 s to be
 accepted, at turns of 5 to 30 ms (`short512` on two H200s)."""
 
 

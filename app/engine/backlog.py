@@ -30,7 +30,7 @@ STREAM_FAILED = Finish(
 
 
 class _Row:
-    """A request whose confirmed tokens wait: those of its output that its stream has not had."""
+    """A request with confirmed tokens that its stream has not received yet."""
 
     __slots__ = ("due", "finish", "last", "logprobs", "request", "since")
 
@@ -44,7 +44,7 @@ class _Row:
         self.last: int | None = None
         """The token that caused the finish; -1 (not in the output): its logits were not finite."""
         self.due = 0
-        """The step since which it is to be delivered, or is urgent; 0: not yet."""
+        """The step at which it became due, or urgent where that was later; 0: not due yet."""
 
 
 class Backlog:

@@ -11,7 +11,7 @@ PER_TURN: Final = 16
 When 512 answers end together, their clients send 512 requests at once; to start them all in one turn kept
 results from the scheduler for up to 140 ms. With too few, requests wait while fewer rows run: steps become
 smaller and more numerous, which costs the loop more. With two simulated devices faster than the loop, 8 made
-50,270 tokens/s and 16 54,040, and first tokens took half as long; where the loop keeps up both are alike."""
+50,270 tokens/s and 16 54,040, and first tokens took half as long; 8 suffice where the loop keeps up."""
 
 
 class Turns:
