@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,6 +29,7 @@ from gpu.attention.backend import AttentionBackend
 from gpu.device import HOPPER
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.int4 import Int4Config, int4_config, int4_gemm, int4_restore
+from gpu.kernels.gemm.int4_gemv import Int4GemvConfig, int4_gemv, int4_gemv_config
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
@@ -104,8 +105,11 @@ def times(name: str, pdl: bool) -> dict[str, dict[str, float]]:
     return found
 
 
-def cuts(rows: int, words: Tensor, scale: Tensor, gated: bool) -> Iterator[Int4Config]:
+def cuts(rows: int, words: Tensor, scale: Tensor, gated: bool) -> Iterator[Int4Config | Int4GemvConfig]:
     """The rule's cut for so many rows, and others."""
+    if (one := int4_gemv_config(rows, words, scale, gated)) is not None:
+        yield one
+        yield from starmap(Int4GemvConfig, product((1, 2, 4, 8), (1, 2, 4, 8)))
     if (rule := int4_config(rows, words, scale, gated)) is not None:
         yield rule
     steps = words.shape[1] // span(words.shape[1] * WORD, GROUP)
@@ -123,7 +127,23 @@ def compile_cut(name: str, rows: int, at: int, pdl: bool) -> None:
     scale = torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16)
     x, cut = torch.empty(rows, inputs, dtype=torch.bfloat16), list(cuts(rows, words, scale, gated))[at]
     with compiling():
-        int4_gemm(x, words, scale, None, cut, split_k_counters(x.device), gated=gated, pdl=pdl)
+        run_cut(x, Matrix(words, scale=scale), cut, split_k_counters(x.device), gated, pdl)
+
+
+def run_cut(
+    x: Tensor,
+    matrix: Matrix,
+    cut: Int4Config | Int4GemvConfig,
+    counters: Tensor | None,
+    gated: bool,
+    pdl: bool,
+) -> Tensor:
+    """The product by the kernel that the cut is for."""
+    weight, bias, scale, _ = matrix
+    assert scale is not None
+    if isinstance(cut, Int4GemvConfig):
+        return int4_gemv(x, weight, scale, bias, cut, gated=gated, pdl=pdl)
+    return int4_gemm(x, weight, scale, bias, cut, counters, gated=gated, pdl=pdl)
 
 
 class Product(NamedTuple):
@@ -133,13 +153,12 @@ class Product(NamedTuple):
     gated: bool
     use: Kernels
 
-    def run(self, matrix: Matrix, cut: Int4Config | None) -> Tensor:
+    def run(self, matrix: Matrix, cut: Int4Config | Int4GemvConfig | None) -> Tensor:
         x, gated, use = self
-        weight, bias, scale, _ = matrix
-        assert scale is not None
         if cut is not None:
-            return int4_gemm(x, weight, scale, bias, cut, use.counters, gated=gated, pdl=use.pdl)
-        out = F.linear(x, int4_restore(weight, scale, pdl=use.pdl))
+            return run_cut(x, matrix, cut, use.counters, gated, use.pdl)
+        assert matrix.scale is not None
+        out = F.linear(x, int4_restore(matrix.weight, matrix.scale, pdl=use.pdl))
         return silu_mul(out, pdl=use.pdl) if gated else out
 
 

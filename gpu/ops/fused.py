@@ -62,6 +62,7 @@ from gpu.kernels.gemm.cublaslt import Products
 from gpu.kernels.gemm.delta import fits
 from gpu.kernels.gemm.gemv import gemv, gemv_config
 from gpu.kernels.gemm.int4 import int4_config, int4_gemm, int4_restore
+from gpu.kernels.gemm.int4_gemv import int4_gemv, int4_gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
 from gpu.kernels.lora.dense import embed, expand, shrink
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
@@ -319,6 +320,8 @@ def multiply(
     if scale is not None:
         if not matrix.is_int4:
             return scaled_linear(x, matrix, kernels.counters, gated=gated, num_rows=num_rows, pdl=pdl)
+        if (one := int4_gemv_config(len(x), weight, scale, gated)) is not None:
+            return int4_gemv(x, weight, scale, bias, one, gated=gated, pdl=pdl)
         if (fine := int4_config(len(x), weight, scale, gated, kernels.counters is not None)) is not None:
             return int4_gemm(x, weight, scale, bias, fine, kernels.counters, gated=gated, pdl=pdl)
         weight = int4_restore(weight, scale, pdl=pdl)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bench.kernels.inputs import LINEARS, error
 from gpu.kernels.gemm.int4 import MOST_ROWS, Int4Config, int4_config, int4_gemm, int4_restore
+from gpu.kernels.gemm.int4_gemv import MOST_TILES, Int4GemvConfig, int4_gemv, int4_gemv_config
 from gpu.kernels.gemm.skinny import COUNTERS, split_k_counters
 from gpu.quant.int4 import pack, quantise, restore, span
 
@@ -91,14 +92,16 @@ def test_a_cut_fits_what_it_cuts(name: str, rows: int) -> None:
 
 @pytest.fixture
 def instructions(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `_numbers` asks a GPU for, which the interpreter does not run: by Triton's own operations."""
+    """What kernels ask a GPU for and the interpreter does not run: by Triton's own operations."""
 
     def run(asm: Any, _: str, words: Any, *, dtype: Any, **__: object) -> Any:
         text = getattr(asm, "value", asm)
+        base = int(found[1], 16) if (found := re.search(r"mov\.b32 base, (0x\w+);", text)) else 0
+        if lifted := re.search(r"lop3\.b32 \$0, \$1, (0x\w+), base, 0xea;", text):
+            return ((words[0] & int(lifted[1], 16)) | base).to(dtype, bitcast=True)
         shift = int(re.search(r"shr\.b32 t, \$1, (\d+);", text)[1])  # type: ignore[index]
-        base = int(re.search(r"mov\.b32 base, 0x(....)", text)[1], 16)  # type: ignore[index]
         assert "lop3.b32 t, t, 0x000f000f, base, 0xea;" in text
-        return (((words[0] >> shift) & 15) | base).to(tl.int16).to(dtype, bitcast=True)
+        return (((words[0] >> shift) & 15) | (base & 0xFFFF)).to(tl.int16).to(dtype, bitcast=True)
 
     if device.type == "cpu":
         monkeypatch.setattr(tl, "inline_asm_elementwise", run)
@@ -123,3 +126,57 @@ def test_numbers_in_a_mantissa(base: int, kind: torch.dtype) -> None:
     numbers = torch.arange(16, dtype=torch.int16)
     found = (numbers | base).view(kind)
     assert torch.equal(found.float(), numbers.float() + (128 if kind == torch.bfloat16 else 1024))
+
+
+# (outputs, inputs, group, cut): every size of group and one for all inputs; numbers of a word 32 and 64
+# apart; outputs that a program does not divide; one round and several, the last of which not all programs
+# have; a row of one block, of less and of more
+ROWS = [
+    (40, 256, 64, Int4GemvConfig(4, 4, 0)),
+    (7, 512, 128, Int4GemvConfig(2, 4, 0)),
+    (19, 640, 32, Int4GemvConfig(4, 4, 2)),
+    (12, 4096, 128, Int4GemvConfig(4, 4, 2)),
+    (9, 5120, 512, Int4GemvConfig(2, 4, 3)),
+    (4, 12288, 128, Int4GemvConfig(4, 4, 0)),
+    (8, 1024, 1024, Int4GemvConfig(1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group", "cut"), ROWS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("kind", "most"), [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
+@pytest.mark.usefixtures("instructions")
+def test_one_row(
+    outputs: int,
+    inputs: int,
+    group: int,
+    cut: Int4GemvConfig,
+    gated: bool,
+    kind: torch.dtype,
+    most: float,
+    device: torch.device,
+) -> None:
+    words, scale, bias = packed(outputs * (1 + gated), inputs, group, device, kind)
+    x = torch.randn(1, inputs, device=device).to(kind)
+    for added in (bias, None):
+        want = F.linear(x.double(), restore(words, scale).double(), None if added is None else added.double())
+        if gated:
+            gate, up = want.chunk(2, dim=1)
+            want = F.silu(gate) * up
+        found = int4_gemv(x, words, scale, added, cut, gated=gated)
+        assert found.dtype == kind
+        assert error(found, want) < most
+
+
+def test_a_cut_of_one_row_fits_the_registers() -> None:
+    def cut(rows: int, inputs: int, gated: bool, kind: torch.dtype = torch.bfloat16) -> Int4GemvConfig | None:
+        words, scale = torch.empty(64, inputs // 4, dtype=torch.int16), torch.empty(inputs // 128, 64, 2)
+        return int4_gemv_config(rows, words, scale.to(kind), gated)
+
+    assert cut(2, 4096, gated=False) is None
+    assert cut(1, 4096, gated=False, kind=torch.float32) is None
+    assert cut(1, MOST_TILES * 4096 + 256, gated=False) is None
+    for inputs, gated in ((4096, True), (4096, False), (3 * 4096, True), (3 * 4096, False)):
+        found = cut(1, inputs, gated)
+        assert found is not None
+        assert (1 + gated) * found.columns * inputs // (32 * found.warps * 8) <= 48  # words of a thread
