@@ -10,8 +10,9 @@ on the plain cores in float32. A number takes 1.4 integer operations: its four b
 mantissa of 128, or to bit 12 of that of 2,048, whichever is nearer. What these bases add is taken off each
 group's sum, with what the zero points do, as sums of `x`.
 
-us in a layer of Qwen3-8B on an H200, here and by `int4_gemm`: qkv 7 and 10, o 4.5 and 9, gate_up with silu 22
-and 21, down 11 and 21. On the tensor cores, which halve the instructions, gate_up took as long and down 13.
+us in a step of Qwen3-8B on an H200, here and by `int4_gemm`: qkv 7 and 10, o 4.5 and 9, gate_up with silu 22
+and 21, down 11 and 21 (`bench/results/history/h200-int4-one-row.json`). On the tensor cores, which halve the
+instructions, gate_up took as long and down 14.
 """
 
 from __future__ import annotations
