@@ -182,8 +182,7 @@ class Engine:
             act()
         except Exception as error:
             log.exception("the step loop raised")
-            if act == self._deliver_slice:
-                self._backlog.clear()  # what follows the lost tokens would be text with a hole
+            self._backlog.clear()  # its tokens may have a hole, or be of a step whose ends were not found
             self.fail(f"{type(error).__name__}: {error}")
 
     def _step(self) -> None:

@@ -11,7 +11,8 @@ from app.engine.backlog import SLICE, SLICE_TOKENS
 from app.engine.job import TextOptions
 from app.engine.loop import BACKLOG
 from app.text.tokenizer import Tokenizer
-from core.types import FinishReason
+from core.schedule.scheduler import NOT_FINITE
+from core.types import NAN_TOKEN, Finish, FinishReason
 from tests.rigs.executor import oracle
 from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
 from tests.rigs.wait import settle
@@ -186,3 +187,56 @@ async def test_the_reason_that_is_counted_is_the_clients(tokenizer: Tokenizer) -
     await run.wait()
     assert bench.reason("a-0") is FinishReason.STOP
     assert bench.engine.statistics().finished == {"stop": 1}
+
+
+async def test_tokens_of_a_step_that_was_applied_in_part_are_not_delivered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them may be some behind a stop, or the mark of logits that were not finite."""
+    bench = Bench(tokenizer, eager=False)
+    run = await bench.start("a", 60)
+    deliver = await late(bench, 4)
+
+    def broken(*_: object) -> None:
+        replace(bench, deliver)
+        raise KeyError("injected")
+
+    monkeypatch.setattr(bench.scheduler, "_end_rows", broken)
+    bench.executor.nan_slots = {run.requests[0].slot}
+    bench.executor.complete()
+    await run.wait()
+    assert bench.reason("a-0") is FinishReason.ERROR
+    assert NAN_TOKEN not in bench.tokens("a-0")
+
+
+@pytest.mark.parametrize("made", [0, 5, 11])
+async def test_tokens_before_logits_that_are_not_finite_are_delivered(
+    tokenizer: Tokenizer, made: int
+) -> None:
+    """In the first, a middle and the last token."""
+    bench = Bench(tokenizer, eager=False)
+    other = await bench.start("a", 30)
+    run = await bench.start("b", 12)
+    deliver = await late(bench, made)
+    bench.executor.nan_slots = {run.requests[0].slot}
+    await late(bench, 3)
+    assert bench.pieces == {}
+    await end(bench, deliver)
+    assert bench.tokens("b-0") == oracle(PROMPT.tolist(), made, VOCAB)
+    assert bench.pieces["b-0"][-1].finish == Finish(FinishReason.ERROR, message=NOT_FINITE)
+    await other.wait()
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 30, VOCAB)
+
+
+async def test_a_first_token_that_waits_longer_than_others_counts(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    bench.engine.set_stream_interval(10)
+    await bench.start("a", 100)
+    deliver = await late(bench, 3)
+    deliver()
+    await bench.start("b", 100)
+    await late(bench, 3)
+    assert (bench.engine._backlog.waiting, len(bench.engine._backlog._due)) == (1, 0)
+    await late(bench, 20)
+    assert (bench.engine._backlog.waiting, len(bench.engine._backlog._due)) == (21, 1)
+    await end(bench, deliver)
