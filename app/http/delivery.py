@@ -222,8 +222,8 @@ class Delivery:
                 return
             for part in frames.rest():
                 if stream.keep(part):
+                    await asyncio.sleep(0)  # sends them; `drained` does not wait for a reader that keeps up
                     await stream.drained()
-                    await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
         finally:
             self._closed = self._holding = True
             self._held.clear()

@@ -167,11 +167,12 @@ class EventStream:
 
     def keep(self, event: bytes) -> bool:
         """Send the last events of an answer with the end of its body, in one write. Only more of these may
-        follow. Returns whether what was kept was long and has been written."""
+        follow. Returns whether what was kept was long and has been posted: in the engine's callback a write
+        would send the events of all other streams too."""
         self._kept += event
         if long := len(self._kept) > KEPT:
             kept, self._kept = self._kept, b""
-            self.write(kept)
+            self.post(kept)
         return long
 
     def _send(self, event: bytes) -> None:

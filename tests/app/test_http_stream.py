@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import socket
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +17,14 @@ from app.api.openai.stream import Chunks
 from app.engine.job import Piece
 from app.http import sse
 from app.http.access import CLIENT_GONE
-from app.http.keys import REQUEST_COUNTS
+from app.http.keys import BURST, REQUEST_COUNTS
 from app.parsers.registry import REASONING
 from core.config import ServeConfig
 from core.errors import Overloaded
 from core.types import Finish, FinishReason
 from tests.rigs.engine import FakeRun
 from tests.rigs.server import Server, Start, know
-from tests.rigs.wait import PATIENCE, until
+from tests.rigs.wait import PATIENCE, settle, until
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -301,6 +302,30 @@ async def test_text_before_a_failure_is_told(server: Server) -> None:
     assert json.loads(error)["error"]["message"] == "lost" and done == "[DONE]"
 
 
+async def test_long_last_events_wait_for_those_of_other_streams(server: Server) -> None:
+    """They are sent once the engine's callback is over, and the rest of the answer after them."""
+    server.engine.manual = True
+    body = {"messages": HI, "stream": True, "stream_options": {"include_usage": True}}
+    tasks, runs = [], []
+    for _ in range(2):
+        tasks.append(asyncio.create_task(server.events(CHAT, body)))
+        await until(lambda: len(server.engine.runs) == len(tasks))
+        runs.append(server.engine.runs[-1])
+        runs[-1].push(0, Piece("a", [1]))
+    long = "x" * 2 * sse.KEPT
+    await settle()
+    runs[0].push(0, Piece("b", [2]))
+    runs[1].push(0, Piece(long, [2], None, STOP))
+    assert len(server.app[BURST]._events) == 2, "nothing is sent yet"
+    runs[0].push(0, Piece("", [], None, STOP))
+    for task, wanted in zip(tasks, ("ab", "a" + long), strict=True):
+        *texts, finish, usage, done = await task
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in texts]
+        assert "".join(delta.get("content", "") for delta in deltas) == wanted
+        assert json.loads(finish)["choices"][0]["finish_reason"] == "stop"
+        assert json.loads(usage)["usage"]["completion_tokens"] == 2 and done == "[DONE]"
+
+
 # -- slow readers and silence ------------------------------------------------------------------------
 
 
@@ -448,6 +473,26 @@ async def test_one_failed_choice_ends_the_others(server: Server) -> None:
     events = await task
     assert "not a number" in events[-2] and events[-1] == "[DONE]"
     assert run.aborted and not run.open
+
+
+@pytest.mark.parametrize("length", [1, 2 * sse.KEPT])
+async def test_an_error_behind_the_last_events_follows_them(
+    server: Server, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    def unmade(*_: object) -> Iterator[bytes]:
+        yield b"data: part\n\n"
+        raise ValueError("secret")
+
+    monkeypatch.setattr(Chunks, "rest", unmade)
+    server.engine.manual = True
+    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
+    run = await first_run(server)
+    run.push(0, Piece("x" * length, [1], None, STOP))
+    text, finish, part, error, done = await task
+    assert json.loads(text)["choices"][0]["delta"]["content"] == "x" * length
+    assert json.loads(finish)["choices"][0]["finish_reason"] == "stop"
+    assert part == "part" and done == "[DONE]"
+    assert json.loads(error)["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("part", ["delta", "finish"])
