@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -36,12 +39,19 @@ async def listen(runner: Runner, serve: ServeConfig) -> Address:
     """Take connections from now on. Raises `ConfigError` naming the flag to change."""
     secure = tls(serve)
     scheme = "http" if secure is None else "https"
-    with bind_path(serve.uds) if serve.uds else bind(serve.host, serve.port) as listener:
-        for _ in range(ACCEPTS):
-            await web.SockSite(runner, listener.dup(), backlog=BACKLOG, ssl_context=secure).start()
-        if serve.uds:
-            return Address(f"{scheme}://localhost", serve.uds)
-        host, port = listener.getsockname()[:2]
+    try:
+        with bind_path(serve.uds) if serve.uds else bind(serve.host, serve.port) as listener:
+            for _ in range(ACCEPTS):
+                await web.SockSite(runner, listener.dup(), backlog=BACKLOG, ssl_context=secure).start()
+            if serve.uds:
+                return Address(f"{scheme}://localhost", serve.uds)
+            host, port = listener.getsockname()[:2]
+    except OSError as error:
+        hint = ""
+        if error.errno == errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            hint = f" The limit is {limit}: raise it with 'ulimit -Hn' or LimitNOFILE of systemd."
+        raise ConfigError(f"cannot listen: {error.strerror or error}.{hint}") from error
     name = "localhost" if host in ANYWHERE else f"[{host}]" if ":" in host else host
     return Address(f"{scheme}://{name}:{port}")
 
@@ -83,6 +93,8 @@ def bind_path(path: str) -> socket.socket:
     try:
         if Path(path).is_socket():
             Path(path).unlink()
+        elif os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "it is not a socket. Remove it or choose another path")
         listener.bind(path)
     except OSError as error:
         listener.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
 import shutil
 import socket
 import ssl
@@ -29,18 +31,25 @@ from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
 
 
 @asynccontextmanager
-async def served(folder: Path, ready: bool = False, **flags: str) -> AsyncIterator[tuple[Runner, Address]]:
-    """A server with these flags."""
-    serve = ServeConfig(port=0, data_dir=str(folder / "data"), **flags)
+async def prepared(serve: ServeConfig, ready: bool = False) -> AsyncIterator[Runner]:
+    """A server that does not listen yet."""
     service = Service({})
     if ready:
         service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), FakeEngine()))
     runner = Runner(make_app(service, serve), shutdown_timeout=1.0)
     await runner.setup()
     try:
-        yield runner, await listen(runner, serve)
+        yield runner
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def served(folder: Path, ready: bool = False, **flags: str) -> AsyncIterator[tuple[Runner, Address]]:
+    """A server with these flags."""
+    serve = ServeConfig(port=0, data_dir=str(folder / "data"), **flags)
+    async with prepared(serve, ready) as runner:
+        yield runner, await listen(runner, serve)
 
 
 async def test_a_server_listens_on_a_path(tmp_path: Path) -> None:
@@ -64,6 +73,48 @@ async def test_a_path_that_cannot_be_listened_on_is_named(tmp_path: Path) -> Non
     assert Path(path).is_socket()  # what a server that is gone has left is no obstacle
     async with served(tmp_path, uds=path) as (_, address):
         assert address.uds == path
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
+async def test_a_path_that_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "notes"
+    if kind == "file":
+        path.write_text("kept")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    before = path.lstat()
+    with pytest.raises(ConfigError, match=r"--uds .*/notes: it is not a socket\. Remove it or choose"):
+        async with served(tmp_path, uds=str(path)):
+            pass
+    assert path.lstat() == before
+
+
+@pytest.mark.parametrize("files", [0, ACCEPTS // 2])
+async def test_too_few_open_files_are_an_error_of_the_operator(tmp_path: Path, files: int) -> None:
+    """For the socket, or for its handles."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    serve = ServeConfig(port=0, data_dir=str(tmp_path / "data"))
+    async with prepared(serve) as runner:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + files, hard))
+        try:
+            with pytest.raises(ConfigError, match=r"Too many open files\. The limit is \d+: raise it with"):
+                await listen(runner, serve)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("path", ["", "http"])
+async def test_nobody_is_accepted_after_the_end(tmp_path: Path, path: str) -> None:
+    uds = str(tmp_path / path) if path else ""
+    async with served(tmp_path, uds=uds) as (_, address):
+        port = urlsplit(address.url).port
+    client = socket.socket(socket.AF_UNIX if uds else socket.AF_INET)
+    with client, pytest.raises(ConnectionRefusedError):
+        client.connect(uds or ("127.0.0.1", port))
 
 
 @pytest.mark.parametrize("path", ["", "http"])
@@ -136,6 +187,22 @@ async def test_https_answers_and_streams(tmp_path: Path, pair: tuple[str, str]) 
         assert json.loads(events[-1])["choices"][0]["finish_reason"] == "length"
         with pytest.raises(aiohttp.ClientError):
             await session.get(url.replace("https", "http"))
+
+
+def test_every_listening_handle_speaks_tls(tmp_path: Path, pair: tuple[str, str]) -> None:
+    """A burst of clients is accepted by all of them."""
+    trusting = ssl.create_default_context(cafile=pair[0])
+
+    async def protocols() -> set[object]:
+        async with served(tmp_path, ssl_certfile=pair[0], ssl_keyfile=pair[1]) as (_, address):
+            where = "127.0.0.1", urlsplit(address.url).port
+            clients = (asyncio.open_connection(*where, ssl=trusting) for _ in range(2 * ACCEPTS))
+            writers = [writer for _, writer in await asyncio.gather(*clients)]
+            for writer in writers:
+                writer.close()
+            return {writer.get_extra_info("ssl_object").version() for writer in writers}
+
+    assert uvloop.run(protocols()) == {"TLSv1.3"}
 
 
 async def test_certificate_and_key_may_be_in_one_file(tmp_path: Path, pair: tuple[str, str]) -> None:
