@@ -8,10 +8,11 @@ from typing import Final
 
 PER_TURN: Final = 16
 """Maximum number of requests that start in one turn of the loop. Each takes 0.4 to 0.5 ms, sixteen 7 to 8 ms.
-When 512 answers end together, their clients send 512 requests at once; to start them all in one turn kept
-results from the scheduler for up to 140 ms. With too few, requests wait while fewer rows run: steps become
-smaller and more numerous, which costs the loop more. With two simulated devices faster than the loop, 8 made
-50,270 tokens/s and 16 54,040, and first tokens took half as long; 8 suffice where the loop keeps up."""
+When 512 answers end together, their clients send 512 requests at once; while all of them start,
+results wait for the scheduler. With too few in a turn, requests wait while fewer rows run: steps become
+smaller and more numerous, which costs the loop more. On two H100s one in a turn made 25,719 tokens/s and four
+28,419 to 32,192 (`history/h100x2-turns-qwen3-8b.json`). On two H200s 16 for 8, together with
+`app.listen.ACCEPTS`, made 5% more (`history/h200x2-turns-qwen3.json`)."""
 
 
 class Turns:
