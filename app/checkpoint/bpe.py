@@ -16,7 +16,7 @@ from app.text.vocab import BYTE_ALPHABET
 from core.errors import ModelError
 from core.models.fields import nearest
 
-_CONTROL, _USER_DEFINED = 3, 4
+CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that no merge makes: special ones, and others that are found in texts as they are."""
 
 
@@ -125,17 +125,20 @@ def byte_level_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields.get("tokenizer.ggml.token_type") or [0] * len(tokens)
     added = [
-        _added(i, token, kind == _CONTROL)
+        added_token(i, token, kind == CONTROL)
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (_CONTROL, _USER_DEFINED)
+        if kind in (CONTROL, USER_DEFINED)
     ]
     merges = [pair.split(" ", 1) for pair in fields["tokenizer.ggml.merges"]]
     content = _content(split, {token: i for i, token in enumerate(tokens)}, merges, added)
-    settings: dict[str, Any] = {"add_bos_token": split.bos}
-    for theirs, ours in _SPECIAL.items():
-        if (token := fields.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-            settings[f"{ours}_token"] = tokens[token]
-    return content, settings
+    return content, {"add_bos_token": split.bos} | special_tokens(fields)
+
+
+def special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of tokenizer_config.json: the special tokens that a .gguf file's metadata name."""
+    found = {ours: fields.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in _SPECIAL.items()}
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    return {f"{ours}_token": tokens[token] for ours, token in found.items() if token is not None}
 
 
 def tiktoken_bpe(data: bytes, settings: Mapping[str, Any], split: str = "kimi-k2") -> dict[str, Any]:
@@ -155,7 +158,9 @@ def tiktoken_bpe(data: bytes, settings: Mapping[str, Any], split: str = "kimi-k2
     added = []
     for i in range(len(ranks), len(ranks) + RESERVED):
         entry = named.get(str(i)) or {}
-        added.append(_added(i, entry.get("content", f"<|reserved_token_{i}|>"), entry.get("special", True)))
+        added.append(
+            added_token(i, entry.get("content", f"<|reserved_token_{i}|>"), entry.get("special", True))
+        )
     return _content(_SPLITS[split], {spelled[token]: rank for token, rank in ranks.items()}, merges, added)
 
 
@@ -177,7 +182,8 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
         yield from sorted(made, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
-def _added(id: int, token: str, special: bool) -> dict[str, Any]:
+def added_token(id: int, token: str, special: bool) -> dict[str, Any]:
+    """An entry of tokenizer.json: a token that is found in texts as it is."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {"id": id, "content": token, **plain, "special": special}
 

@@ -21,11 +21,12 @@ from typing import Any
 import tokenizers
 
 from app.checkpoint.bpe import byte_level_bpe, tiktoken_bpe
+from app.checkpoint.spm import sentencepiece_bpe
 from core.env import cache_dir, read_object
 from core.errors import ModelError
 from core.models.gguf import GgufFacts, check_parts, gguf_config, gguf_facts, gguf_parts
 
-_FORMAT = 5
+_FORMAT = 6
 """Part of the cache key: raise it when what is written changes."""
 
 
@@ -139,8 +140,13 @@ def _read_gguf(path: Path) -> GgufFacts:
                 "a .gguf file or a hub id like org/name."
             ) from error
     try:
-        named = [(f.name, f) for f in readers[0].fields.values() if f.name != "tokenizer.ggml.scores"]
-        fields = {name: field.contents() for name, field in named}
+        named = {field.name: field for field in readers[0].fields.values()}
+        scores = named.pop("tokenizer.ggml.scores", None)
+        fields = {name: field.contents() for name, field in named.items()}
+        if (
+            scores is not None and fields.get("tokenizer.ggml.model") == "llama"
+        ):  # others have no use for them
+            fields[scores.name] = scores.contents()
         facts = gguf_facts(fields, [tensor for reader in readers for tensor in reader.tensors])
     except (ValueError, IndexError, KeyError) as error:
         raise ModelError(f"{path} is not a readable .gguf file ({error}): fetch it again.") from error
@@ -178,12 +184,12 @@ def _read_tokenizer(source: Path, read: Callable[[], Read]) -> Read:
 
 
 def _vocabulary(path: Path, fields: Mapping[str, Any]) -> Read:
-    """Read the vocabulary of a .gguf file: BPE here, sentencepiece through `transformers`."""
+    """Read the vocabulary of a .gguf file: BPE here, others through `transformers`."""
     model = fields.get("tokenizer.ggml.model")
-    if model != "gpt2":
+    if model not in ("gpt2", "llama"):
         tokenizer, settings = _through_transformers(path.parent, path.name)
-        return tokenizer, settings | {"add_bos_token": model == "llama"}
-    content, settings = byte_level_bpe(fields)
+        return tokenizer, settings | {"add_bos_token": False}
+    content, settings = byte_level_bpe(fields) if model == "gpt2" else sentencepiece_bpe(fields)
     return _checked(content), settings
 
 

@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -397,36 +398,55 @@ def test_a_vocabulary_that_is_not_known_can_be_replaced(tmp_path: Path) -> None:
     assert (found.tokenizer, found.eos_ids) == (other, (262,))
 
 
-def test_a_vocabulary_of_sentencepiece_in_a_gguf_file(tmp_path: Path) -> None:
-    """Gemma's: no merges, bytes for what has no token, no space in front, and marks that end turns."""
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
-    kinds = gguf.TokenType
-    typed = [
-        *((token, kinds.CONTROL) for token in special),
-        *((f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)),
-        *((token, kinds.NORMAL) for token in ("he", "ll", "hell", "hello", "▁hello", "▁", *"helo")),
-        ("\n", kinds.USER_DEFINED),
-    ]
-    path = tmp_path / "tiny.gguf"
+def write_sentencepiece(path: Path, tokens: Sequence[tuple[str, float, int]], *, prefix: bool | None) -> None:
+    """A vocabulary of tokens with scores and types. `prefix`: texts begin with a space, by the file."""
     writer = gguf.GGUFWriter(path, "gemma3")
     dimensions(writer)
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([token for token, _ in typed])
-    writer.add_token_scores([-float(i) for i in range(len(typed))])
-    writer.add_token_types([kind for _, kind in typed])
+    writer.add_token_list([token for token, _, _ in tokens])
+    writer.add_token_scores([score for _, score, _ in tokens])
+    writer.add_token_types([kind for _, _, kind in tokens])
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(3)
     writer.add_add_bos_token(True)
-    writer.add_add_space_prefix(False)
-    finish(writer, len(typed))
+    if prefix is not None:
+        writer.add_add_space_prefix(prefix)
+    finish(writer, len(tokens))
+
+
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
+PIECES: list[tuple[str, float, int]] = [
+    *((token, -1000.0, gguf.TokenType.CONTROL) for token in SPECIAL),
+    *((f"<0x{byte:02X}>", 0.0, gguf.TokenType.BYTE) for byte in range(256)),
+    *(
+        (token, -1.0 - i, gguf.TokenType.NORMAL)
+        for i, token in enumerate(("ll", "he", "hell", "hello", "▁hello"))
+    ),
+    ("ab", -9.0, gguf.TokenType.NORMAL),
+    ("bc", -8.0, gguf.TokenType.NORMAL),
+    *((token, -20.0 - i, gguf.TokenType.NORMAL) for i, token in enumerate(("▁", *"heloabc"))),
+    ("\n", -1000.0, gguf.TokenType.USER_DEFINED),
+]
+
+
+@pytest.mark.parametrize("prefix", [False, True, None])
+def test_a_vocabulary_of_sentencepiece_in_a_gguf_file(
+    prefix: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's and Llama's: no merges but scores, bytes for what has no token, a space in front unless the
+    file says no, marks that end turns. Not through transformers, whose versions read them differently."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    write_sentencepiece(path := tmp_path / "tiny.gguf", PIECES, prefix=prefix)
     found = find(path)
     assert found.config["architectures"] == ["Gemma3ForCausalLM"]
-    tokenizer = Tokenizer.load(found.tokenizer, len(typed), found.eos_ids, found.bos_id)
-    at = {token: i for i, (token, _) in enumerate(typed)}
-    text = "hello hello\n é<end_of_turn>"
-    ids = [at[each] for each in ("hello", "▁hello", "\n", "▁", "<0xC3>", "<0xA9>", "<end_of_turn>")]
+    tokenizer = Tokenizer.load(found.tokenizer, len(PIECES), found.eos_ids, found.bos_id)
+    at = {token: i for i, (token, _, _) in enumerate(PIECES)}
+    text = "hello hello\n éabc<end_of_turn>"
+    first = "hello" if prefix is False else "▁hello"
+    names = (first, "▁hello", "\n", "▁", "<0xC3>", "<0xA9>", "a", "bc", "<end_of_turn>")
+    ids = [at[each] for each in names]
     assert tokenizer.encode(text, add_special=True).tolist() == [2, *ids]
     assert tokenizer.decode(ids[:-1]) == text.removesuffix("<end_of_turn>")
     assert {1, at["<end_of_turn>"]} <= tokenizer.eos_ids
