@@ -38,7 +38,7 @@ from gpu.kernels.attention import cascade, decode, latent, prefill, prefill_merg
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.pages import Pages, latent_parts
-from gpu.kernels.gemm import gemv, int4, scaled, skinny
+from gpu.kernels.gemm import gemv, int4, int4_gemv, scaled, skinny
 from gpu.kernels.jit import cdiv
 from gpu.kernels.lora import dense
 from gpu.kernels.lora.linear import shrink_ahead
@@ -213,11 +213,14 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         outputs, size, both = inputs.LINEARS[name]
         weight = empty(outputs, size // 4, dtype=torch.int16)
         scale, counters = empty(size // group, outputs, 2, dtype=dtype), skinny.split_k_counters(CPU)
+        x = empty(rows, size, dtype=dtype)
+        if (one := int4_gemv.int4_gemv_config(rows, weight, scale, both)) is not None:
+            int4_gemv.int4_gemv(x, weight, scale, None, one, gated=both, pdl=pdl)
+            return
         config = int4.int4_config(rows, weight, scale, both)
         if config is None:
             int4.int4_restore(weight, scale, pdl=pdl)
             return
-        x = empty(rows, size, dtype=dtype)
         int4.int4_gemm(x, weight, scale, None, config, counters, gated=both, pdl=pdl)
 
     def gemv_case(rows: int, name: str) -> None:
@@ -317,8 +320,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         **{f"int8 {n} 8B qkv": partial(scaled_case, n, "8B qkv", W8A8()) for n in (129, 512, 4096)},
         **{
             f"int4 {n} {name}": partial(int4_case, n, name)
-            for n in (1, 16, 32, 64, 512)
-            for name in ("8B o", "8B gate_up")
+            for n in (1, 8, 16, 32, 64, 512)
+            for name in ("8B o", "8B gate_up", "8B down")
         },
         "int4 1 float16": lambda: int4_case(1, "8B down", torch.float16, 32),
         "block 128": lambda: block_gemm_case(128, "8B qkv"),
