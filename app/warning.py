@@ -71,9 +71,9 @@ def _warn_of_near(kind: type[msgspec.Struct], body: msgspec.Raw, prefix: str) ->
     for name in unknown[:MAX_UNKNOWN]:
         if len(name) <= MAX_NAME and (meant := _nearest(kind, name)) is not None:
             warn(f"'{prefix}{name}' is ignored: no field has that name; did you mean '{prefix}{meant}'?")
-    for name, inner in known.items():
-        if inner is not None and bytes(fields.get(name, b""))[:1] == b"{":
-            _warn_of_near(inner, fields[name], f"{prefix}{name}.")
+    for name, field in fields.items():
+        if (inner := known.get(name)) is not None and bytes(field)[:1] == b"{":
+            _warn_of_near(inner, field, f"{prefix}{name}.")
 
 
 @lru_cache

@@ -17,6 +17,9 @@ _HELD = 16
 is 4; without a bound, a model that produces U+FFFD itself would make every step decode them all."""
 
 
+_DECODER = codecs.getincrementaldecoder("utf-8")
+
+
 class Detokenizer:
     """The text of one choice. Owner: event loop.
 
@@ -36,8 +39,8 @@ class Detokenizer:
         if vocabulary.kind is DecoderKind.OTHER:
             self._windows = _Windows(tokenizer, prompt_tail, skip_special)
             return
-        self._decode = codecs.getincrementaldecoder("utf-8")(vocabulary.errors)
-        tail = b"".join(self._raw[token] for token in prompt_tail if 0 <= token < vocabulary.size)
+        self._decode = _DECODER(vocabulary.errors)
+        tail = b"".join([self._raw[token] for token in prompt_tail if 0 <= token < vocabulary.size])
         self._decode.decode(tail)
         self._starting = vocabulary.strips_space and not tail
         self._nothing_pending = not (self._starting or self._decode.getstate()[0])
