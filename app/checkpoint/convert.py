@@ -204,7 +204,8 @@ def _read_tokenizer(source: Path, read: Callable[[], Read]) -> Read:
 
 
 def _vocabulary(path: Path, fields: Mapping[str, Any]) -> Read:
-    """Read the vocabulary of a .gguf file: BPE here, others through `transformers`."""
+    """Read the vocabulary of a .gguf file. Byte-level BPE and sentencepiece are converted here, others by
+    `transformers`."""
     model = fields.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         tokenizer, settings = _through_transformers(path.parent, path.name)

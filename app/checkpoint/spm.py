@@ -1,8 +1,8 @@
 """tokenizer.json of the sentencepiece vocabulary in a .gguf file.
 
-`transformers` reads these too, but what it makes of them depends on its version: 5.17 made Unigram of
-Gemma's, which split "The chemical symbol for gold is" into 12 tokens instead of 6, and took a minute for
-Llama's 32,000 tokens.
+`transformers` converts these as well, but the result depends on its version. Version 5.17 makes a Unigram
+model of Gemma's vocabulary, so that "The chemical symbol for gold is" has 12 tokens instead of 6, and takes a
+minute for the 32,000 tokens of Llama 2.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ class Backlog:
         self._held: deque[_Row] = deque()
         """Rows in the order in which they came that were not due then."""
         self._urgent: deque[_Row] = deque()
-        """Rows with the first or the last token of their request. They are delivered before all others, so
-        that the time to first token does not grow with the tokens that wait while the loop is late. A client
-        sends its next request when it has the last token."""
+        """Rows whose request has a first or last token to deliver. They are delivered before all others. The
+        time to first token then does not grow with the backlog, and a client that waits for the last token
+        can send its next request."""
         self._due: OrderedDict[Request, _Row] = OrderedDict()
         """The others to deliver, in this order."""
         self._step = 1

@@ -72,8 +72,8 @@ def begun(run: Run) -> None:
 
 
 def used(run: Run) -> None:
-    """Count a job that has ended to the current request, if there is one, and what it made to its API key:
-    also tokens that were not delivered because the client left, since the device did the work."""
+    """Record the usage of a job that has ended: for the current request, if there is one, and for its API
+    key. Tokens that were not delivered because the client left count too: the device has computed them."""
     permit().use(output=run.output_tokens)
     if (usage := _usage.get()) is not None:
         usage.add(run)

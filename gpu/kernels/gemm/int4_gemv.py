@@ -1,18 +1,19 @@
-"""y = x Wᵀ of weights of 4 bits (`gpu.quant.int4`) for one row, at 2.3 TB/s on an H200.
+"""GEMV of 4-bit weights (`gpu.quant.int4`): y = x Wᵀ for one row.
 
-As in `gemv`, a program has a few outputs and all of K, and loads its first words and scales before it waits
-for the kernel that makes `x`: `int4_gemm`, whose programs keep only a few tiles on their way, has to fill its
-pipelines anew in every product. Then it goes on to further outputs, whose words it loads while it multiplies
-the ones before: what it needs of `x` stays in registers.
+As in `gemv`, a program computes a few outputs over all of K, and loads its first words and scales before it
+waits for the kernel that makes `x`. `int4_gemm` keeps only a few tiles in flight, so every product has to
+fill its pipeline again after the wait. A program here keeps `x` in registers and goes on to further outputs:
+it loads their words while it multiplies the previous ones.
 
-A thread loads four times two words at once, which are in one group for each of their numbers, and multiplies
-on the plain cores in float32. A number takes 1.4 integer operations: its four bits come to bit 16 of the
-mantissa of 128, or to bit 12 of that of 2,048, whichever is nearer. What these bases add is taken off each
-group's sum, with what the zero points do, as sums of `x`.
+Products are float32 on the CUDA cores. A thread loads four neighbouring pairs of words at once, whose numbers
+at the same position are in the same group. To turn a number into float32, its four bits are shifted to bit 16
+of the mantissa of 128.0 or to bit 12 of that of 2,048.0, so that two numbers share a shift: 1.4 integer
+operations a number. The sum of a group then contains 128 or 2,048 times `x`, which is subtracted together
+with the zero point's share; both need sums of `x` only.
 
-us in a step of Qwen3-8B on an H200, here and by `int4_gemm`: qkv 7 and 10, o 4.5 and 9, gate_up with silu 22
-and 21, down 11 and 21 (`bench/results/history/h200-int4-one-row.json`). On the tensor cores, which halve the
-instructions, gate_up took as long and down 14.
+µs in a decode step of Qwen3-8B on an H200, here and by `int4_gemm`: qkv 7 and 10, o 4.5 and 9, gate_up with
+silu 22 and 21, down 11 and 21 (`bench/results/history/h200-int4-one-row.json`). A variant on the tensor cores
+has half the instructions; its gate_up took as long and its down 14.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _WORD = tl.constexpr(WORD)
 
 
 def _lift(mask: int, base: int) -> tl.constexpr:
-    """PTX that puts the bits of `mask` into the mantissa of `base`. As Python's `&` and `|` it would be two
-    instructions, each with one of the constants."""
+    """PTX of (word & mask) | base as one `lop3`. An instruction has room for one constant, so `base` is in a
+    register; written as `&` and `|` it compiles to two instructions."""
     return tl.constexpr(
         f"{{ .reg .b32 base; mov.b32 base, {base:#x}; lop3.b32 $0, $1, {mask:#x}, base, 0xea; }}"
     )
@@ -66,7 +67,7 @@ class Int4GemvConfig(NamedTuple):
 
 @jit
 def _moved(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """The pairs `words`, with the bits of number `AT` at bit 12 or, if it is an even one, 16."""
+    """Shift `words` (pairs) so that number `AT` begins at bit 12 if `AT` is odd, at bit 16 if it is even."""
     if AT == 1 or AT == 2:
         found = words << 8
     elif AT == 3 or AT == 4:
@@ -81,14 +82,15 @@ def _moved(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 @jit
 def _lifted(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """float32: of the pairs `words` the numbers `AT`, the high words' from 4 on, plus `_base`."""
+    """Number `AT` of each pair in `words`, as float32 plus `_base`. Numbers 0 to 3 are the low word's, 4 to 7
+    the high word's."""
     ASM: tl.constexpr = _LIFT_12 if AT % 2 else _LIFT_16
     return tl.inline_asm_elementwise(ASM, "=r,r", [_moved(words, AT)], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @jit
 def _base(AT: tl.constexpr) -> tl.constexpr:
-    """What `_lifted` adds: a float32 with this exponent has the place of units at bit 12 or 16."""
+    """What `_lifted` adds: the float32 whose mantissa counts units from bit 12 or 16 on."""
     return 2048.0 if AT % 2 else 128.0
 
 
@@ -319,7 +321,8 @@ def int4_gemv_config(rows: int, weight: Tensor, scale: Tensor, gated: bool = Fal
     tiles_of_k = cdiv(weight.shape[1] // 2, BLOCK)
     if rows != 1 or scale.element_size() != 2 or tiles_of_k > MOST_TILES:
         return None
-    # As fast as any of some 40 cuts for Qwen3-8B's layers on an H200, but for 1 µs of a layer's 45.
+    # The fastest of some 40 cuts for Qwen3-8B on an H200. A cut of its own for each product would save 1 of
+    # 45 µs a layer.
     if tiles_of_k == 1:
         return Int4GemvConfig(4, 4, 4 * PROCESSORS)
     return Int4GemvConfig(2 if gated else 4, 4, 0)

@@ -128,9 +128,9 @@ def test_numbers_in_a_mantissa(base: int, kind: torch.dtype) -> None:
     assert torch.equal(found.float(), numbers.float() + (128 if kind == torch.bfloat16 else 1024))
 
 
-# (outputs, inputs, group, cut): every size of group and one for all inputs; numbers of a word 32 and 64
-# apart; outputs that a program does not divide; one round and several, the last of which not all programs
-# have; a row of one block, of less and of more
+# (outputs, inputs, group, cut). The cases have every group size and one group for all inputs, spans of 32 and
+# 64, outputs that the columns of a program do not divide, one round and several rounds with a partial last
+# one, and rows of less than one block, of one and of several
 ROWS = [
     (40, 256, 64, Int4GemvConfig(4, 4, 0)),
     (7, 512, 128, Int4GemvConfig(2, 4, 0)),
