@@ -225,7 +225,7 @@ def _held(
 
 
 @jit
-def _gemv(
+def _int4_gemv(
     x: tl.tensor,
     w: tl.tensor,
     scales: tl.tensor,
@@ -296,7 +296,7 @@ def int4_gemv(
     pairs = size // (2 * WORD)
     parts = cdiv(width, config.columns)
     programs = min(parts, config.programs or parts)
-    _gemv[(programs,)](
+    _int4_gemv[(programs,)](
         x.view(torch.int32),
         weight.view(torch.int32),
         scale.view(torch.int32),
