@@ -5,11 +5,12 @@ waits for the kernel that makes `x`. `int4_gemm` keeps only a few tiles in fligh
 fill its pipeline again after the wait. A program here keeps `x` in registers and goes on to further outputs:
 it loads their words while it multiplies the previous ones.
 
-Products are float32 on the CUDA cores. A thread loads four neighbouring pairs of words at once, whose numbers
-at the same position are in the same group. To turn a number into float32, its four bits are shifted to bit 16
-of the mantissa of 128.0 or to bit 12 of that of 2,048.0, so that two numbers share a shift: 1.4 integer
-operations a number. The sum of a group then contains 128 or 2,048 times `x`, which is subtracted together
-with the zero point's share; both need sums of `x` only.
+Products are of integers. The 32 inputs of a thread become 16-bit integers by a scale of their own, so that
+they are off by 1/65,534 of the largest at most; bfloat16 rounds the result by 1/512. An instruction (dp2a)
+multiplies two inputs with two weights, and eight turn a pair of words into its products; by float32 it took
+nineteen, and products were limited by that. Numbers at odd positions stay in the upper half of their byte and
+count 16 times. A thread loads four neighbouring pairs of words at once, whose numbers at the same position
+are in the same group.
 
 µs in a decode step of Qwen3-8B on an H200, here and by `int4_gemm`: qkv 7 and 10, o 4.5 and 9, gate_up with
 silu 22 and 21, down 11 and 21 (`bench/results/history/h200-int4-one-row.json`). A variant on the tensor cores
@@ -31,16 +32,20 @@ from gpu.quant.int4 import WORD, span
 
 _WORD = tl.constexpr(WORD)
 
+_FIRST = tl.constexpr("prmt.b32 $0, $1, $2, 0x6420;")
+_SECOND = tl.constexpr("prmt.b32 $0, $1, $2, 0x7531;")
+_HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x5410;")
+_LOW = tl.constexpr("dp2a.lo.s32.u32 $0, $1, $2, $3;")
+_HIGH = tl.constexpr("dp2a.hi.s32.u32 $0, $1, $2, $3;")
 
-def _lift(mask: int, base: int) -> tl.constexpr:
-    """PTX of (word & mask) | base as one `lop3`. An instruction has room for one constant, so `base` is in a
-    register; written as `&` and `|` it compiles to two instructions."""
-    return tl.constexpr(
-        f"{{ .reg .b32 base; mov.b32 base, {base:#x}; lop3.b32 $0, $1, {mask:#x}, base, 0xea; }}"
-    )
+_LARGEST = tl.constexpr(32767.0)
+"""What the largest input of a thread becomes."""
 
+_LEAST = tl.constexpr(1e-30)
+"""What the largest input is taken for at least: divided by less, `_LARGEST` would be infinite."""
 
-_LIFT_12, _LIFT_16 = _lift(0xF000, 0x45000000), _lift(0xF0000, 0x43000000)
+_ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2**23. Added to a float32 of up to 2**22, it leaves the nearest integer in the low bits."""
 
 BESIDE: tl.constexpr = tl.constexpr(4)
 """Pairs of words that a thread holds side by side: 16 bytes, one load."""
@@ -48,8 +53,8 @@ BESIDE: tl.constexpr = tl.constexpr(4)
 BLOCK = 512
 """Pairs of words of an output at a time: one load of each of 128 threads."""
 
-MOST_TILES = 3
-"""Blocks that a row has at most: it is in registers, 32 of a thread for each."""
+MOST_TILES = 7
+"""Blocks that a row has at most: it is in registers, 16 of a thread for each."""
 
 
 class Int4GemvConfig(NamedTuple):
@@ -66,32 +71,17 @@ class Int4GemvConfig(NamedTuple):
 
 
 @jit
-def _moved(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """Shift `words` (pairs) so that number `AT` begins at bit 12 if `AT` is odd, at bit 16 if it is even."""
-    if AT == 1 or AT == 2:
-        found = words << 8
-    elif AT == 3 or AT == 4:
-        found = words
-    elif AT == 5 or AT == 6:
-        found = words >> 8
-    else:
-        halves = words.to(tl.uint32, bitcast=True)
-        found = ((halves << 16) | (halves >> 16)).to(tl.int32, bitcast=True)
-    return found
+def _bytes(ASM: tl.constexpr, a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """The bytes of `a` and `b` that the instruction `ASM` picks."""
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @jit
-def _lifted(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """Number `AT` of each pair in `words`, as float32 plus `_base`. Numbers 0 to 3 are the low word's, 4 to 7
-    the high word's."""
-    ASM: tl.constexpr = _LIFT_12 if AT % 2 else _LIFT_16
-    return tl.inline_asm_elementwise(ASM, "=r,r", [_moved(words, AT)], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@jit
-def _base(AT: tl.constexpr) -> tl.constexpr:
-    """What `_lifted` adds: the float32 whose mantissa counts units from bit 12 or 16 on."""
-    return 2048.0 if AT % 2 else 128.0
+def _dot(ASM: tl.constexpr, x: tl.tensor, numbers: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """`total` plus two 16-bit integers of `x` times the lower or upper two bytes of `numbers`, by `ASM`."""
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r,r", [x, numbers, total], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @jit
@@ -118,34 +108,40 @@ def _row(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The inputs of BLOCK pairs of words from `first` on, as `_dots` needs them: float32 [1, BLOCK / BESIDE],
-    a tuple of BESIDE for the low and for the high words of each of their numbers; and of each group their
-    sums, and their sums times `_base`."""
+    """The inputs of BLOCK pairs of words from `first` on as 16-bit integers, two in each int32 of
+    [1, BLOCK / BESIDE]: a tuple of BESIDE for each number of a word. The unit of `_dots`, a 16th of theirs,
+    and for each group 16 times their sum: float32 of the same shape."""
     pair = first + tl.arange(0, BLOCK)[None, :]
     inside = None if PAIRS % BLOCK == 0 else pair < PAIRS
+    plain: tl.tensor = ()
+    largest = tl.full([1, BLOCK // BESIDE], _LEAST, tl.float32)
+    for at in tl.static_range(_WORD):
+        # Two inputs side by side belong to the two words of a pair.
+        place = (pair // (SPAN // 2) * _WORD + at) * (SPAN // 2) + pair % (SPAN // 2)
+        both = _apart(tl.load(x + place, mask=inside, other=None if inside is None else 0))
+        some: tl.tensor = ()
+        for i in tl.static_range(BESIDE):
+            some += (_half(both[i], False, like), _half(both[i], True, like))
+            for each in tl.static_range(2):
+                # A NaN stays one, so that the result is one.
+                largest = tl.maximum(largest, tl.abs(some[2 * i + each]), tl.PropagateNan.ALL)
+        plain += (some,)
+    scale = _LARGEST / largest
     found: tl.tensor = ()
     sums: tl.tensor = ()
-    bases: tl.tensor = ()
     for k in tl.static_range(0, _WORD * SPAN, GROUP):
-        plain = tl.zeros([1, BLOCK // BESIDE], tl.float32)
-        based = tl.zeros([1, BLOCK // BESIDE], tl.float32)
+        total = tl.zeros([1, BLOCK // BESIDE], tl.int32)
         for at in tl.static_range(_WORD):
             if at * SPAN >= k and at * SPAN < k + GROUP:
-                # Two inputs side by side belong to the two words of a pair.
-                place = (pair // (SPAN // 2) * _WORD + at) * (SPAN // 2) + pair % (SPAN // 2)
-                both = _apart(tl.load(x + place, mask=inside, other=None if inside is None else 0))
-                for high in tl.static_range(2):
-                    total = tl.zeros([1, BLOCK // BESIDE], tl.float32)
-                    some: tl.tensor = ()
-                    for i in tl.static_range(BESIDE):
-                        some += (_half(both[i], high, like),)
-                        total += some[i]
-                    found += (some,)
-                    plain += total
-                    based += total * _base(at + 4 * high)
-        sums += (plain,)
-        bases += (based,)
-    return found, sums, bases
+                whole: tl.tensor = ()
+                for i in tl.static_range(BESIDE):
+                    low = (plain[at][2 * i] * scale + _ROUND).to(tl.int32, bitcast=True)
+                    high = (plain[at][2 * i + 1] * scale + _ROUND).to(tl.int32, bitcast=True)
+                    whole += (_bytes(_HALVES, low, high),)
+                    total = _dot(_LOW, whole[i], tl.full(total.shape, 0x0101, tl.int32), total)
+                found += (whole,)
+        sums += (16.0 * total.to(tl.float32),)
+    return found, largest / (16 * _LARGEST), sums
 
 
 @jit
@@ -176,29 +172,37 @@ def _dots(
     words: tl.tensor,
     scales: tl.tensor,
     row: tl.tensor,
-    sums: tl.tensor,
-    bases: tl.tensor,
     like: tl.tensor,
     tile: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> tl.tensor:
     """float32 [outputs, BLOCK / BESIDE] that sum along the second axis to the products of a tile of pairs of
-    words [outputs, BLOCK] with a row."""
+    words [outputs, BLOCK] with a `_row`."""
     GROUPS: tl.constexpr = (_WORD * SPAN + GROUP - 1) // GROUP
+    inputs, unit, sums = row
     held = _apart(words)
-    total = tl.zeros(held[0].shape, tl.float32)
+    none = tl.zeros(held[0].shape, tl.int32)
+    found = none, none, none, none
+    for i in tl.static_range(BESIDE):
+        even, odd = held[i] & 0x0F0F0F0F, held[i] & -0x0F0F0F10
+        first, second = _bytes(_FIRST, even, odd), _bytes(_SECOND, even, odd)
+        found = (
+            _dot(_LOW, inputs[0][i], first, found[0]),
+            _dot(_HIGH, inputs[1][i], first, found[1]),
+            _dot(_LOW, inputs[2][i], second, found[2]),
+            _dot(_HIGH, inputs[3][i], second, found[3]),
+        )
+    total = tl.zeros(none.shape, tl.float32)
     for k in tl.static_range(0, _WORD * SPAN, GROUP):
-        products = tl.zeros(held[0].shape, tl.float32)
+        whole = none
         for at in tl.static_range(_WORD):
             if at * SPAN >= k and at * SPAN < k + GROUP:
-                for high in tl.static_range(2):
-                    for i in tl.static_range(BESIDE):
-                        products += _lifted(held[i], at + 4 * high) * row[2 * at + high][i]
+                whole += found[at] if at % 2 else found[at] * 16
         pair = scales[tile * GROUPS + k // GROUP]
-        products -= bases[k // GROUP] + _half(pair, True, like) * sums[k // GROUP]
+        products = whole.to(tl.float32) - _half(pair, True, like) * sums[k // GROUP]
         total += products * _half(pair, False, like)
-    return total
+    return total * unit
 
 
 @jit
@@ -258,9 +262,9 @@ def _int4_gemv(
         y = tl.zeros([COLUMNS, EACH], tl.float32)
         up = tl.zeros([COLUMNS, EACH], tl.float32)
         for i in tl.static_range(TILES):
-            y += _dots(held[0][i], held[1], rows[i][0], rows[i][1], rows[i][2], out, i, GROUP, SPAN)
+            y += _dots(held[0][i], held[1], rows[i], out, i, GROUP, SPAN)
             if GATED:
-                up += _dots(held[2][i], held[3], rows[i][0], rows[i][1], rows[i][2], out, i, GROUP, SPAN)
+                up += _dots(held[2][i], held[3], rows[i], out, i, GROUP, SPAN)
         y = tl.sum(y, 1)
         if bias is not None:
             y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -319,10 +323,11 @@ def int4_gemv_config(rows: int, weight: Tensor, scale: Tensor, gated: bool = Fal
     """How to cut `weight` and `scale` at one row; None for more, for float32, and where the registers do not
     hold a row and the words that are multiplied with it."""
     tiles_of_k = cdiv(weight.shape[1] // 2, BLOCK)
-    if rows != 1 or scale.element_size() != 2 or tiles_of_k > MOST_TILES:
+    if rows != 1 or scale.element_size() != 2 or tiles_of_k > (3 if gated else MOST_TILES):
         return None
-    # The fastest of some 40 cuts for Qwen3-8B on an H200. A cut of its own for each product would save 1 of
-    # 45 µs a layer.
-    if tiles_of_k == 1:
-        return Int4GemvConfig(4, 4, 4 * PROCESSORS)
-    return Int4GemvConfig(2 if gated else 4, 4, 0)
+    # The fastest of some 15 cuts of each product of Qwen3-8B on an H200.
+    if tiles_of_k > 1:
+        columns = 4 if tiles_of_k <= 3 and not gated else 2
+        return Int4GemvConfig(columns, 4, (3 if tiles_of_k <= 3 else 2) * PROCESSORS)
+    most = 4 * PROCESSORS
+    return Int4GemvConfig(8 if not gated and len(weight) <= 8 * most else 4, 4, most)
