@@ -25,9 +25,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.gemm.gemv import chunk, tiles
+from gpu.kernels.gemm.gemv import tiles
 from gpu.kernels.gemm.skinny import PROCESSORS
-from gpu.kernels.jit import begin, cdiv, jit, launch_options
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, pow2
 from gpu.quant.int4 import WORD, span
 
 _WORD = tl.constexpr(WORD)
@@ -63,11 +63,13 @@ class Int4GemvConfig(NamedTuple):
     columns   outputs of a program at a time; of a gated product as many pairs
     warps     of a program
     programs  that share the columns; 0: a program for each
+    block     pairs of words of an output that are loaded at a time, a power of two
     """
 
     columns: int
     warps: int
     programs: int
+    block: int = BLOCK
 
 
 @jit
@@ -313,7 +315,7 @@ def int4_gemv(
         GATED=gated,
         COLUMNS=config.columns,
         ROUNDS=cdiv(parts, programs),
-        BLOCK=chunk(pairs, BLOCK),
+        BLOCK=min(config.block, pow2(pairs)),
         **launch_options(pdl, config.warps),
     )
     return out
@@ -322,12 +324,19 @@ def int4_gemv(
 def int4_gemv_config(rows: int, weight: Tensor, scale: Tensor, gated: bool = False) -> Int4GemvConfig | None:
     """How to cut `weight` and `scale` at one row; None for more, for float32, and where the registers do not
     hold a row and the words that are multiplied with it."""
-    tiles_of_k = cdiv(weight.shape[1] // 2, BLOCK)
+    pairs = weight.shape[1] // 2
+    tiles_of_k = cdiv(pairs, BLOCK)
     if rows != 1 or scale.element_size() != 2 or tiles_of_k > (3 if gated else MOST_TILES):
         return None
-    # The fastest of some 15 cuts of each product of Qwen3-8B on an H200.
-    if tiles_of_k > 1:
-        columns = 4 if tiles_of_k <= 3 and not gated else 2
-        return Int4GemvConfig(columns, 4, (3 if tiles_of_k <= 3 else 2) * PROCESSORS)
-    most = 4 * PROCESSORS
-    return Int4GemvConfig(8 if not gated and len(weight) <= 8 * most else 4, 4, most)
+    # The fastest of some 15 cuts of each product of Qwen3-8B on an H200, and of some ten of rows of 2,048 to
+    # 28,672 inputs (`bench/results/history/h200-int4-one-row.json`).
+    if pairs <= BLOCK // 2:
+        return Int4GemvConfig(4 if gated else 8, 2, 6 * PROCESSORS, BLOCK // 2)
+    if tiles_of_k == 1:
+        most = 4 * PROCESSORS
+        return Int4GemvConfig(8 if not gated and len(weight) <= 8 * most else 4, 4, most)
+    if 4 * tiles_of_k * BLOCK > 5 * pairs:  # more than a fifth of the last block would be empty
+        return Int4GemvConfig(2, 4 if gated else 2, (3 if gated else 6) * PROCESSORS, BLOCK // 2)
+    if gated:
+        return Int4GemvConfig(4 if tiles_of_k == 2 else 2, 4, 3 * PROCESSORS)
+    return Int4GemvConfig(4 if tiles_of_k <= 3 else 2, 4, (3 if tiles_of_k <= 4 else 2) * PROCESSORS)

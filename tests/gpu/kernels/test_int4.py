@@ -144,7 +144,7 @@ ROWS = [
     (12, 4096, 128, Int4GemvConfig(4, 4, 2)),
     (9, 5120, 512, Int4GemvConfig(2, 4, 3)),
     (4, 12288, 128, Int4GemvConfig(4, 4, 0)),
-    (2, 25600, 128, Int4GemvConfig(2, 4, 0)),
+    (10, 5120, 128, Int4GemvConfig(2, 2, 3, 256)),
     (8, 1024, 1024, Int4GemvConfig(1, 2, 3)),
 ]
 
@@ -206,7 +206,8 @@ def test_a_cut_of_one_row_fits_the_registers() -> None:
     assert cut(1, 4096, gated=False, kind=torch.float32) is None
     assert cut(1, MOST_TILES * 4096 + 256, gated=False) is None
     assert cut(1, 3 * 4096 + 256, gated=True) is None
-    for inputs, gated in ((4096, True), (4096, False), (3 * 4096, True), (3 * 4096, False), (28672, False)):
+    sizes = [(inputs, False) for inputs in (256, 2048, 4096, 5120, 6144, 8192, 14336, 25600, 28672)]
+    for inputs, gated in sizes + [(inputs, True) for inputs in (256, 2048, 4096, 5120, 8192, 3 * 4096)]:
         found = cut(1, inputs, gated)
         assert found is not None
-        assert (1 + gated) * found.columns * inputs // (32 * found.warps * 8) <= 56  # words of a thread
+        assert (1 + gated) * found.columns * inputs // (32 * found.warps * 8) <= 64  # words of a thread
