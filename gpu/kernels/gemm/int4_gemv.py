@@ -13,9 +13,9 @@ count 16 times. A thread loads four neighbouring pairs of words at once, whose n
 are in the same group.
 
 A decode step of one row of Qwen3-8B takes 2.04 ms on an H200; by float32 products it took 2.41, by
-`int4_gemm` 2.98, by tensor cores with all words in registers 2.53. us of a product here, by `int4_gemm`, and as its bytes
-take: 5,120 outputs of 2,048 inputs 2.8, 5.4, 1.3; 4,096 of 14,336 10.9, 14.2, 7.2; 8,192 of 28,672 32, 45, 29
-(`bench/results/history/h200-int4-one-row.json`).
+`int4_gemm` 2.98, by tensor cores with all words in registers 2.53. us of a product here, by `int4_gemm`, and
+as its bytes take: 5,120 outputs of 2,048 inputs 2.8, 5.4, 1.3; 4,096 of 14,336 10.9, 14.2, 7.2; 8,192 of
+28,672 32, 45, 29 (`bench/results/history/h200-int4-one-row.json`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ BESIDE: tl.constexpr = tl.constexpr(4)
 
 BLOCK = 512
 """Pairs of words of an output at a time: one load of each of 128 threads."""
-
-MOST_TILES = 7
-"""Blocks that a row has at most: it is in registers, 16 of a thread for each."""
 
 
 class Int4GemvConfig(NamedTuple):
@@ -322,22 +319,26 @@ def int4_gemv(
     return out
 
 
+# By the blocks of a row: the fastest of some 15 cuts of each product of Qwen3-8B on an H200, and of some ten
+# cuts of rows of 2,048 to 28,672 inputs (`bench/results/history/h200-int4-one-row.json`).
+_CUTS = [
+    Int4GemvConfig(columns, 4, each * PROCESSORS)
+    for columns, each in ((4, 4), (4, 3), (4, 3), (2, 3), (2, 2), (2, 2), (2, 2))
+]
+_GATED_CUTS = [_CUTS[0], _CUTS[1], _CUTS[3]]
+
+
 def int4_gemv_config(rows: int, weight: Tensor, scale: Tensor, gated: bool = False) -> Int4GemvConfig | None:
     """How to cut `weight` and `scale` at one row; None for more, for float32, and where the registers do not
     hold a row and the words that are multiplied with it."""
     pairs = weight.shape[1] // 2
-    tiles_of_k = cdiv(pairs, BLOCK)
-    if rows != 1 or scale.element_size() != 2 or tiles_of_k > (3 if gated else MOST_TILES):
+    blocks, cuts = cdiv(pairs, BLOCK), _GATED_CUTS if gated else _CUTS
+    if rows != 1 or scale.element_size() != 2 or blocks > len(cuts):
         return None
-    # The fastest of some 15 cuts of each product of Qwen3-8B on an H200, and of some ten of rows of 2,048 to
-    # 28,672 inputs (`bench/results/history/h200-int4-one-row.json`).
     if pairs <= BLOCK // 2:
         return Int4GemvConfig(4 if gated else 8, 2, 6 * PROCESSORS, BLOCK // 2)
-    if tiles_of_k == 1:
-        most = 4 * PROCESSORS
-        return Int4GemvConfig(8 if not gated and len(weight) <= 8 * most else 4, 4, most)
-    if 4 * tiles_of_k * BLOCK > 5 * pairs:  # more than a fifth of the last block would be empty
+    if blocks == 1 and not gated and len(weight) <= 8 * 4 * PROCESSORS:
+        return Int4GemvConfig(8, 4, 4 * PROCESSORS)  # all at once
+    if blocks > 1 and 4 * blocks * BLOCK > 5 * pairs:  # more than a fifth of the last block would be empty
         return Int4GemvConfig(2, 4 if gated else 2, (3 if gated else 6) * PROCESSORS, BLOCK // 2)
-    if gated:
-        return Int4GemvConfig(4 if tiles_of_k == 2 else 2, 4, 3 * PROCESSORS)
-    return Int4GemvConfig(4 if tiles_of_k <= 3 else 2, 4, (3 if tiles_of_k <= 4 else 2) * PROCESSORS)
+    return cuts[blocks - 1]
