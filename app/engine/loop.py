@@ -203,8 +203,6 @@ class Engine:
         if not self._scheduler.in_flight:
             self._backlog.flush()
             self.commands.is_quiet()
-            if self.paused or self._scheduler.idle:
-                self.recorder.idle()
         self._deliver_soon()
 
     def _submit(self) -> None:

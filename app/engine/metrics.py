@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -87,8 +87,6 @@ class Recorder:
         self._histograms = histograms(capabilities.context_length)
         self._rate = Rate(clock())
         self._last_step = 0.0
-        self._previous = 0.0
-        """The step that the next one's tokens have waited since; 0: none, after a rest."""
         self._seconds = 0.0
         self._spent = 0.0
         self.finished: Counter[str] = Counter()
@@ -99,23 +97,26 @@ class Recorder:
         """Sums over all steps: two readings of both give the mean rows of a step between them."""
 
     def step(self, confirmed: Confirmed, seconds: float) -> None:
-        """One step was applied. Each of the requests that it brought tokens to waited since the step
-        before."""
+        """One step was applied."""
         rows, tokens = confirmed.rows, len(confirmed.tokens)
         self.steps += 1
         self.rows += rows
         now = self._clock()
-        if self._previous and rows:
-            self._histograms.inter_token.add(now - self._previous, rows)
         self._histograms.step_tokens.add(tokens + confirmed.prompt_tokens)
         self._rate.add(now, tokens, seconds)
-        self._last_step = self._previous = now
+        self._last_step = now
         self._seconds = seconds
         self._spent += seconds
 
-    def idle(self) -> None:
-        """Nothing runs: the time until the next step is no inter-token latency."""
-        self._previous = 0.0
+    def now(self) -> float:
+        """The time, as `gaps` takes it."""
+        return self._clock()
+
+    def gaps(self, now: float, since: Mapping[float, int]) -> None:
+        """Tokens were delivered at `now`. `since` says to how many requests, by the time of their last ones.
+        The tokens of several steps that are delivered together are one gap, as for the client."""
+        for before, requests in since.items():
+            self._histograms.inter_token.add(now - before, requests)
 
     def first_token(self, request: Request) -> None:
         """The first token of a request is delivered."""

@@ -51,6 +51,8 @@ class Stream:
         self._logprobs: list[RowLogprobs] | None = None
         self.count = 0
         """Tokens that reached the client's answer."""
+        self.sent_at = 0.0
+        """When the last of them did, for `Recorder.gaps`; 0: none has."""
         self.done = False
 
     def cost(self, tokens: int, logprobs: Sequence[RowLogprobs] | None = None) -> int:

@@ -305,7 +305,11 @@ def _cache(s: EngineStatistics) -> Iterator[Figure]:
 
 def _latencies(h: Histograms) -> Iterator[Figure]:
     yield _histogram("loom_time_to_first_token_seconds", "Seconds from arrival to the first token.", h.ttft)
-    yield _histogram("loom_inter_token_latency_seconds", "Seconds between tokens.", h.inter_token)
+    yield _histogram(
+        "loom_inter_token_latency_seconds",
+        "Seconds between two deliveries of a request's tokens.",
+        h.inter_token,
+    )
     yield _histogram("loom_e2e_request_latency_seconds", "Seconds from arrival to the end.", h.end_to_end)
     yield _histogram("loom_queue_time_seconds", "Seconds from arrival to the first step.", h.queue)
     text = "Seconds from the first step to the first token."

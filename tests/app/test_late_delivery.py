@@ -240,3 +240,25 @@ async def test_a_first_token_that_waits_longer_than_others_counts(tokenizer: Tok
     await late(bench, 20)
     assert (bench.engine._backlog.waiting, len(bench.engine._backlog._due)) == (21, 1)
     await end(bench, deliver)
+
+
+async def test_gaps_between_tokens_are_those_of_clients(tokenizer: Tokenizer) -> None:
+    """Steps of a millisecond each, and a loop that delivers ten of them at once: gaps of ten milliseconds."""
+    bench = Bench(tokenizer, eager=False)
+    recorder, now = bench.engine.recorder, [1000.0]
+    recorder._clock = lambda: now[0]
+    await bench.start("a", 100, n=2)
+    deliver = replace(bench, lambda: None)
+    for step in range(1, 51):
+        now[0] += 0.001
+        await settle()
+        if bench.executor.pending:
+            bench.executor.complete()
+        if step % 10 == 0:
+            await settle()
+            deliver()
+    gaps = recorder.statistics(bench.scheduler.statistics()).histograms.inter_token
+    events = [len(bench.pieces[f"a-{choice}"]) for choice in range(2)]
+    assert sum(gaps.counts) == sum(events) - 2 == 8
+    assert gaps.total == pytest.approx(8 * 0.01)
+    await end(bench, deliver)
