@@ -30,6 +30,9 @@ from gpu.quant.int4 import WORD
 BIAS = 127
 """Exponent bias of a scale."""
 
+NAN = 255
+"""The scale of a group that is no number."""
+
 MOST = 128
 """The greatest scale that kernels read: weights of up to 12. Those of gpt-oss are far below 1."""
 
@@ -41,7 +44,8 @@ VALUES = (*_POSITIVE, *(-each for each in _POSITIVE))
 def restore(numbers: Tensor, scale: Tensor) -> Tensor:
     """float32 [..., outputs, inputs] of a matrix that is not packed."""
     found = torch.tensor(VALUES, device=numbers.device)[_codes(numbers).int()].view(*scale.shape, MXFP4_GROUP)
-    return torch.ldexp(found, scale.int().sub_(BIAS)[..., None]).flatten(-2)
+    exponent = scale.int().sub_(BIAS)[..., None]
+    return torch.ldexp(found, exponent).masked_fill_(exponent == NAN - BIAS, torch.nan).flatten(-2)
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,7 @@ def test_numbers_are_those_of_the_standard() -> None:
         assert found[row].double().tolist() == pytest.approx(want, rel=1e-6)
     row = torch.tensor([[6.0, -0.5, *[1.5] * 30]])
     assert torch.equal(mxfp4.restore(*mxfp4.quantise(row)), row)
+    assert mxfp4.restore(numbers, torch.full_like(scale, 255)).isnan().all()
 
 
 @pytest.mark.parametrize("inputs", [128, 160])
