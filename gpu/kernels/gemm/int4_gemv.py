@@ -33,9 +33,13 @@ from gpu.quant.int4 import WORD, span
 
 _WORD = tl.constexpr(WORD)
 
+# PTX. From a pair's numbers 0 and 2 in one register and 1 and 3 in another, a byte each: numbers 0 of both
+# words and numbers 1, or numbers 2 and numbers 3.
 _FIRST = tl.constexpr("prmt.b32 $0, $1, $2, 0x6420;")
 _SECOND = tl.constexpr("prmt.b32 $0, $1, $2, 0x7531;")
+# The low 16 bits of two registers in one.
 _HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x5410;")
+# Two 16-bit integers of one register times the lower or upper two bytes of another, added to a third.
 _LOW = tl.constexpr("dp2a.lo.s32.u32 $0, $1, $2, $3;")
 _HIGH = tl.constexpr("dp2a.hi.s32.u32 $0, $1, $2, $3;")
 
@@ -72,13 +76,13 @@ class Int4GemvConfig(NamedTuple):
 
 @jit
 def _bytes(ASM: tl.constexpr, a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """The bytes of `a` and `b` that the instruction `ASM` picks."""
+    """Bytes of `a` and `b`, picked by `ASM`."""
     return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @jit
 def _dot(ASM: tl.constexpr, x: tl.tensor, numbers: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """`total` plus two 16-bit integers of `x` times the lower or upper two bytes of `numbers`, by `ASM`."""
+    """`total` plus the two products of `x` and `numbers` that `ASM` makes."""
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r,r", [x, numbers, total], dtype=tl.int32, is_pure=True, pack=1
     )
