@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import sentencepiece
 import tokenizers
 
 from app.checkpoint.bpe import RESERVED, byte_level_bpe, tiktoken_bpe
@@ -182,6 +183,36 @@ def test_ranks_of_a_real_vocabulary_give_its_ids() -> None:
     )
     for each in (text, text[::-1], text.upper(), text.replace(" ", "")):
         assert ours.encode(each).ids == theirs.encode(each, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(("kind", "prefixed"), [("LlamaTokenizer", True), ("GemmaTokenizer", False)])
+def test_a_directory_with_a_sentencepiece_model(kind: str, prefixed: bool, tmp_path: Path) -> None:
+    """Tokens are those of sentencepiece itself, from which the model comes."""
+    (tmp_path / "text").write_text((TEXT + "\n") * 3, encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefixed,
+        user_defined_symbols=["<|im_start|>"],
+        minloglevel=2,
+    )
+    settings = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    tokenizer = Tokenizer.load(from_slow(tmp_path, print), own.vocab_size())
+    # A space or a special token in front has no token before it in `LlamaTokenizer`, unlike here.
+    lines = [line for line in TEXT.splitlines() if line[:1].strip()]
+    for text in (*lines, "a  b\u6f22\U0001f600\t12", "so<|im_start|>user"):
+        ids = tokenizer.encode(text, add_special=False).tolist()
+        assert ids == own.encode(text)
+        assert tokenizer.decode(ids) == text
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, {2})
 
 
 def test_a_directory_with_a_tiktoken_model(tmp_path: Path) -> None:
