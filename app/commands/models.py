@@ -12,7 +12,9 @@ _INT4 = ("awq", "gptq", "w4a16")
 FORMATS: Mapping[str, tuple[str, str]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v3", "-"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "think"),
+    "Gemma2ForCausalLM": ("-", "-"),
     "Gemma3ForCausalLM": ("functiongemma", "-"),
+    "Gemma3ForConditionalGeneration": ("-", "-"),
     "Glm4MoeForCausalLM": ("glm", "think"),
     "Glm4MoeLiteForCausalLM": ("glm", "think"),
     "GptOssForCausalLM": ("harmony", "harmony"),
@@ -20,6 +22,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "LlamaForCausalLM": ("llama3", "-"),
     "MistralForCausalLM": ("mistral", "mistral"),
     "MixtralForCausalLM": ("mistral", "-"),
+    "Olmo2ForCausalLM": ("-", "-"),
     "Olmo3ForCausalLM": ("olmo3", "think"),
     "Phi3ForCausalLM": ("phi4_mini_json", "-"),
     "Qwen2ForCausalLM": ("hermes", "-"),
@@ -51,7 +54,7 @@ def lines() -> list[str]:
     for each in served():
         weights = ["safetensors", *_EIGHT_BITS * each.eight_bits, *_INT4 * each.int4, *["mxfp4"] * each.mxfp4]
         weights += ["gguf"] * each.gguf
-        formats = FORMATS.get(each.architecture, ("-", "-"))
+        formats = FORMATS[each.architecture] if each.task == "generate" else ("-", "-")
         rows.append((each.architecture, each.task, "native", *formats, ", ".join(weights)))
     rows.append(("other ...ForCausalLM", "generate", "transformers", "-", "-", "safetensors"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

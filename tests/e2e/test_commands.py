@@ -13,7 +13,7 @@ import pytest
 from app.commands.models import FORMATS
 from app.parsers.registry import REASONING, TOOLS
 from bench.chaos.tiny import ROOT, dummy_model, flags
-from core.models.registry import FAMILIES
+from core.models.registry import FAMILIES, served
 from tests.rigs.wait import PATIENCE
 
 
@@ -88,8 +88,10 @@ HEAD = ["ARCHITECTURE", "TASK", "LAYERS", "TOOLS", "REASONING"]
 
 
 def test_formats_of_models_are_those_of_parsers() -> None:
+    """Each architecture that generates has a line, and no other."""
+    assert set(FORMATS) == {each.architecture for each in served() if each.task == "generate"}
     for tools, reasoning in FORMATS.values():
-        assert tools in TOOLS and reasoning in {"-", *REASONING}
+        assert tools in {"-", *TOOLS} and reasoning in {"-", *REASONING}
 
 
 def test_models_lists_what_is_served() -> None:

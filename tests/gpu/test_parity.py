@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from core.plan import Chunk, Save
+from core.request import SamplingParams
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
+from tests.rigs.driver import serve
 from tests.rigs.runner import Rig
 from tests.rigs.tiny_model import Tiny
 
 A = [int(i * 37 % 251) + 3 for i in range(40)]
 B = [int(i * 53 % 241) + 5 for i in range(23)]
 C = [*A[:32], 9, 8, 7, 6, 5]
-TOKENS = 40
-"""Texts of 80: longer than every window and every length that positions were trained for."""
+TOKENS = 64
+"""Texts of 104: longer than every window and every length that positions were trained for."""
+
+FAMILIES = [
+    *(
+        "gemma2",
+        "gemma3",
+        "mixtral",
+        "phi3",
+        "gpt-oss",
+        "deepseek-v2",
+        "deepseek-v3",
+        "glm4-moe",
+        "granite",
+        "olmo2",
+    ),
+    *("olmo3", "smollm3", "qwen2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe", "cohere2", "gpt2"),
+]
+"""One of each, and two through transformers."""
 
 
 @pytest.fixture(scope="module", params=[*sorted(tiny_model.VARIANTS), *tiny_model.UNLISTED])
@@ -69,3 +90,20 @@ def test_logits_are_those_of_transformers(tiny: Tiny, texts: list[list[int]]) ->
 def rope_depends_on_the_batch(tiny: Tiny) -> bool:
     rope = getattr(tiny.reference.config, "rope_parameters", None) or {}
     return rope.get("rope_type") == "dynamic"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_requests_have_the_text_of_transformers(family: str, tmp_path: Path) -> None:
+    """Four requests in pages for two, and once more with what is cached of them."""
+    tiny = tiny_model.build(family, tmp_path)
+    prompts = [A, B, C, B[::-1]]
+    want = [tiny_model.greedy(tiny.reference, prompt, TOKENS) for prompt in prompts]
+    driver = serve(tiny.path, "--kv-tokens 256")
+    try:
+        params = [SamplingParams(temperature=0.0, max_tokens=TOKENS)] * len(prompts)
+        for _ in range(2):
+            assert [answer.tokens for answer in driver.run(prompts, params)] == want
+        counters = driver.scheduler.counters
+        assert counters.retractions and counters.cached_tokens
+    finally:
+        driver.close()
