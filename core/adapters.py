@@ -14,6 +14,12 @@ from core.errors import ConfigError
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a layer, those of experts included."""
 
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Names that stand for several of `LINEAR`, whose rows lie in this order: Phi-3's layers have only these."""
+
 HEAD = "lm_head"
 TARGETS = (*LINEAR, "embed_tokens", HEAD)
 """Everything that an adapter may change."""
@@ -119,20 +125,28 @@ def _ranks(file: Mapping[str, Any]) -> Iterable[int]:
 
 def _targets(named: Sequence[str], files: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """In the order of `TARGETS`."""
-    if unknown := [name for name in named if name not in (*TARGETS, "all")]:
-        raise ConfigError(f"--lora-target-modules takes all, or {', '.join(TARGETS)}, not {unknown[0]}")
+    known = (*TARGETS, *FUSED)
+    if unknown := [name for name in named if name not in (*known, "all")]:
+        raise ConfigError(f"--lora-target-modules takes all, or {', '.join(known)}, not {unknown[0]}")
     if "all" in named:
         return TARGETS
     if named:
-        return tuple(target for target in TARGETS if target in named)
+        asked = _parts(named)
+        return tuple(target for target in TARGETS if target in asked)
     wanted: set[str] = set().union(*map(_changed, files)) if files else set(LINEAR)
     return tuple(target for target in TARGETS if target in wanted) or LINEAR
+
+
+def _parts(names: Iterable[str]) -> set[str]:
+    """The names with those of `FUSED` replaced by their parts."""
+    return {part for name in names for part in FUSED.get(name, (name,))}
 
 
 def _changed(file: Mapping[str, Any]) -> set[str]:
     """Those of `TARGETS` that an adapter changes, or more."""
     modules = file.get("target_modules")
-    names = {str(name).rpartition(".")[2] for name in modules} if isinstance(modules, list) else {""}
+    listed = modules if isinstance(modules, list) else [""]
+    names = _parts(str(name).rpartition(".")[2] for name in listed)
     found = names.intersection(TARGETS)
     if names.difference(TARGETS) or file.get("target_parameters"):
         found |= set(LINEAR)  # a pattern, `all-linear`, or experts by other names

@@ -1,6 +1,7 @@
 """LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors.
 
-A tensor is named after the matrix that it changes. Experts' come in one of four forms:
+A tensor is named after the matrix that it changes, or after the whole of several (`FUSED`), which have one A
+then. Experts' come in one of four forms:
 
     experts.3.gate_proj      2-D, one expert's; also w1, w3, w2 for gate, up, down
     experts.gate_proj        3-D, [experts, rank, inputs] and [experts, outputs, rank]; also w1, w3, w2
@@ -22,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from core.adapters import FUSED
 from core.env import read_object
 from core.errors import ModelError
 from gpu.lora import LoraMatrix, LoraShape
@@ -41,7 +43,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "w1": ("gate_proj",),
     "w3": ("up_proj",),
     "w2": ("down_proj",),
-    "gate_up_proj": ("gate_proj", "up_proj"),
+    "gate_up_proj": FUSED["gate_up_proj"],
 }
 """Of names below `experts`."""
 
@@ -197,6 +199,10 @@ class _Reader:
             for matrix, shape in enumerate(shapes)
             for part, name in enumerate(shape.parts)
         }
+        for matrix, shape in enumerate(shapes):
+            self._places |= _fused(matrix, list(shape.parts))
+        self._changed: dict[tuple[int, int, int], str] = {}
+        """The module that has a part of a matrix, of one expert or, -1, of all."""
 
     def read(self, directory: Path) -> None:
         """Fill all matrices."""
@@ -210,6 +216,7 @@ class _Reader:
             pairs = _pairs(list(file.keys()))
             for module, (a, b) in pairs.items():
                 place = self._find(module)
+                self._claim(module, place)
                 try:
                     self._put(module, place, file.get_tensor(a), file.get_tensor(b))
                 except SafetensorError as error:
@@ -241,9 +248,17 @@ class _Reader:
         raise self._strange(module)
 
     def _allowed(self, name: str, place: _Place) -> _Place:
-        if name.rpartition(".")[2] not in self._targets:
+        last = name.rpartition(".")[2]
+        if not set(FUSED.get(last, (last,))).issubset(self._targets):
             raise self._strange(name)
         return place
+
+    def _claim(self, module: str, place: _Place) -> None:
+        """Note what a module changes. Raises `ModelError` where another does too: one would be lost."""
+        for part in range(place.first, place.first + place.parts):
+            other = self._changed.setdefault((place.matrix, part, place.expert), module)
+            if other != module:
+                raise ModelError(f"it changes {other} and {module}, which have a matrix in common")
 
     def _strange(self, module: str) -> ModelError:
         targets = ", ".join(self._targets)
@@ -290,6 +305,17 @@ class _Reader:
             into_a[..., part * lora.rank : part * lora.rank + rank, : own_a.shape[-1]] = own_a
             into_b[..., first : first + own_b.shape[-2], :rank] = own_b
             first += lora.parts[part]
+
+
+def _fused(matrix: int, names: Sequence[str]) -> dict[str, _Place]:
+    """Where modules belong that are several of the matrices `names` in one."""
+    found: dict[str, _Place] = {}
+    for first, name in enumerate(names):
+        head = name.rpartition(".")[0]
+        for whole, parts in FUSED.items():
+            if names[first : first + len(parts)] == [f"{head}.{part}" for part in parts]:
+                found[f"{head}.{whole}"] = _Place(matrix, first, len(parts))
+    return found
 
 
 def _part(own: Slice, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

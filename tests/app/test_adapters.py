@@ -382,7 +382,9 @@ def test_settings_that_are_refused(settings: dict[str, object]) -> None:
         ({"target_modules": ["q_proj", "model.layers.0.mlp.up_proj"]}, ("q_proj", "up_proj")),
         ({"target_modules": ["v_proj", "lm_head"]}, ("v_proj", "lm_head")),
         ({"target_modules": "all-linear"}, LINEAR),
-        ({"target_modules": ["q_proj", "gate_up_proj"]}, LINEAR),
+        ({"target_modules": ["q_proj", "gate_up_proj"]}, ("q_proj", "gate_proj", "up_proj")),
+        ({"target_modules": ["qkv_proj"]}, ("q_proj", "k_proj", "v_proj")),
+        ({"target_modules": ["q_proj", "w1"]}, LINEAR),
         ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, LINEAR),
         ({}, LINEAR),
     ],
@@ -406,6 +408,8 @@ def test_room_follows_from_flags_and_adapters() -> None:
         LoraConfig(enable_lora=True, max_lora_rank=64, lora_target_modules=("all",)), files
     )
     assert given is not None and given.max_rank == 64 and "lm_head" in given.targets
+    fused = adapter_limits(LoraConfig(enable_lora=True, lora_target_modules=("qkv_proj", "o_proj")), [])
+    assert fused is not None and fused.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     with pytest.raises(ConfigError, match="--lora-target-modules"):
         adapter_limits(LoraConfig(enable_lora=True, lora_target_modules=("x",)), [])
     with pytest.raises(ConfigError, match="--max-loaded-loras"):

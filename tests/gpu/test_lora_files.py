@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.adapters import LINEAR, TARGETS, AdapterLimits
+from core.adapters import FUSED, LINEAR, TARGETS, AdapterLimits
 from tests.rigs import lora, tiny_model
-from tests.rigs.lora import LIMITS, Adapter, delta, read
+from tests.rigs.lora import LIMITS, Adapter, Factors, delta, read
 from tests.rigs.runner import Rig
 from tests.rigs.tiny_model import VOCAB
 
@@ -31,6 +32,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.build("qwen3-moe-mixed", tmp_path_factory.mktemp("moe"), moe_intermediate_size=48).path
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build("phi3", tmp_path_factory.mktemp("phi3")).path
 
 
 def test_what_an_adapter_leaves_is_zero(llama: Path, tmp_path: Path) -> None:
@@ -143,6 +149,67 @@ def test_every_form_of_experts_is_read(moe: Path, tmp_path: Path, form: str) -> 
     for name, one in want.items():
         for mine, other in zip(got[name][:3], one[:3], strict=True):
             assert torch.equal(mine, other), name
+
+
+def fused(path: Path, name: str, parts: Sequence[str], rows: int = 0) -> Adapter:
+    """Random factors of a fused module of the model at `path`, B with `rows` more than it has."""
+    (shape,) = [shape for shape in lora.shapes_of(path) if f"{name}.{parts[0]}" in shape.parts]
+    outputs = sum(shape.parts[f"{name}.{part}"] for part in parts) + rows
+    whole = f"{name}.{next(fused for fused, own in FUSED.items() if own == parts)}"
+    return {whole: Factors(torch.randn(4, shape.inputs), torch.randn(outputs, 4))}
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "parts"),
+    [
+        ("phi3", "model.layers.1.self_attn", FUSED["qkv_proj"]),
+        ("phi3", "model.layers.1.mlp", FUSED["gate_up_proj"]),
+        ("llama", "model.layers.1.self_attn", FUSED["qkv_proj"]),
+    ],
+)
+def test_a_fused_module_is_its_parts_in_order(
+    request: pytest.FixtureRequest, tmp_path: Path, base: str, name: str, parts: Sequence[str]
+) -> None:
+    path = request.getfixturevalue(base)
+    adapter = fused(path, name, parts)
+    ((whole, (a, b)),) = adapter.items()
+    config: dict[str, Any] = {"alpha_pattern": {whole.rpartition(".")[2]: 4}}
+    got = read(path, lora.save(adapter, tmp_path / "a", **config))[f"{name}.{parts[0]}"]
+    assert got.ranks.tolist() == [4] and sum(got.parts) == len(b)
+    for part, rows in enumerate(torch.split(b, list(got.parts))):
+        torch.testing.assert_close(delta(got, part), rows @ a)
+
+
+@pytest.mark.parametrize(("whole", "parts"), FUSED.items())
+def test_a_fused_module_is_refused_beside_its_part(
+    phi3: Path, tmp_path: Path, whole: str, parts: Sequence[str]
+) -> None:
+    own = Rig(phi3, adapters=LIMITS)
+    name = f"model.layers.1.{'self_attn' if whole == 'qkv_proj' else 'mlp'}"
+    for part in parts:
+        both = fused(phi3, name, parts) | {
+            module: factors
+            for module, factors in lora.adapter_for(phi3, [part]).items()
+            if module.startswith(name)
+        }
+        refused = str(own.command("adapter_read", "a", lora.save(both, tmp_path / part)))
+        assert f"{name}.{whole}" in refused and f"{name}.{part}" in refused
+        assert "which have a matrix in common" in refused
+
+
+def test_a_fused_module_of_another_size_is_refused(phi3: Path, tmp_path: Path) -> None:
+    own = Rig(phi3, adapters=LIMITS)
+    adapter = fused(phi3, "model.layers.0.self_attn", FUSED["qkv_proj"], rows=1)
+    refused = str(own.command("adapter_read", "a", lora.save(adapter, tmp_path / "a")))
+    assert "model.layers.0.self_attn.qkv_proj has factors [4, 64] and [129, 4]" in refused
+    assert "the model's matrix is [128, 64]" in refused
+
+
+def test_a_fused_module_is_refused_where_a_part_was_not_asked_for(phi3: Path, tmp_path: Path) -> None:
+    own = Rig(phi3, adapters=AdapterLimits(places=1, max_rank=8, host=1, targets=("q_proj", "v_proj")))
+    adapter = fused(phi3, "model.layers.0.self_attn", FUSED["qkv_proj"])
+    refused = str(own.command("adapter_read", "a", lora.save(adapter, tmp_path / "a")))
+    assert "it changes model.layers.0.self_attn.qkv_proj, which is none of q_proj, v_proj" in refused
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
