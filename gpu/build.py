@@ -23,7 +23,7 @@ from core.config import (
 from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
-from core.models import ModelSpec, PoolingSpec, read_spec, runs_natively, sentence_pooling, unsupported
+from core.models import ModelSpec, PoolingSpec, read_spec, sentence_pooling, unsupported
 from core.models.fields import Config
 from core.plan import MASKED_DRAFTS
 from gpu.adapting import Adapting, plan_adapters
@@ -146,14 +146,15 @@ def check_config(config: Config, embeds: bool, settings: SpeculativeConfig = NO_
     """Raise `ModelError` for a config.json that cannot be served, and `ConfigError` where nothing drafts for
     it as `settings` ask for, before its weights are fetched. `embeds`: it lies in a sentence-transformers
     directory."""
-    spec = None if runs_natively(config, embeds) else model_spec(config)
+    # Which pooling a directory asks for is written in files that are fetched with the weights.
+    spec = model_spec(config, PoolingSpec() if embeds else None)
     if (algorithm := settings.algorithm) in ("auto", "none"):
         return
     if embeds:
         raise ConfigError(
             f"--speculative-algorithm {algorithm}: a model of sentence-transformers generates no text."
         )
-    check_target(settings, spec or model_spec(config))
+    check_target(settings, spec)
 
 
 def pooling_of(source: Path) -> PoolingSpec | None:

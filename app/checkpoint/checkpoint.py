@@ -15,7 +15,7 @@ from app.checkpoint.fetch import DEFAULT, NotFetched, Progress, default_model
 from core.config import ModelConfig
 from core.env import read, read_object
 from core.errors import ConfigError, ModelError, RequestError
-from core.models import runs_natively
+from core.models import PoolingSpec, read_spec
 from core.models.fields import Config, Fields
 from core.models.gguf import gguf_parts, gguf_stem
 from core.request import SamplingParams
@@ -69,7 +69,12 @@ Check = Callable[[Config, bool], object]
 sentence-transformers directory."""
 
 
-def resolve(config: ModelConfig, progress: Progress, check: Check = runs_natively) -> Checkpoint:
+def _readable(config: Config, embeds: bool) -> None:
+    """The check of what needs neither torch nor transformers."""
+    read_spec(config, PoolingSpec() if embeds else None)
+
+
+def resolve(config: ModelConfig, progress: Progress, check: Check = _readable) -> Checkpoint:
     """Find the checkpoint that `config` names, fetching it when it has to be fetched. What `check` refuses is
     not fetched.
 
@@ -233,7 +238,7 @@ def _download(name: str, offline: bool, patterns: list[str], revision: str = "")
 
 
 def _check_supported(path: Path, facts: Mapping[str, Any], check: Check) -> None:
-    """Raise `ModelError` for an architecture or a quantisation that nothing here runs."""
+    """Raise `ModelError` for a config.json that nothing here runs."""
     try:
         check(facts, (path / "modules.json").is_file())
     except ModelError as error:

@@ -1,7 +1,7 @@
 """Facts about models: sizes and switches read from a checkpoint's config, never a tensor."""
 
 from core.models.draft import DraftSpec, algorithm_of, read_draft
-from core.models.registry import family_of, read_spec, runs_natively, unsupported
+from core.models.registry import family_of, read_spec, unsupported
 from core.models.sentence import sentence_pooling
 from core.models.spec import (
     ClampedGate,
@@ -42,7 +42,6 @@ __all__ = [
     "family_of",
     "read_draft",
     "read_spec",
-    "runs_natively",
     "sentence_pooling",
     "unsupported",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import takewhile
@@ -12,6 +11,12 @@ from typing import Any
 from core.errors import ModelError
 
 Config = Mapping[str, object]
+
+_LEAST, _MOST = 1e-38, 1e38
+"""Bounds of numbers, which models compute with in float32; products of a few stay finite in float64."""
+_NUMBER = "a positive number that float32 can hold"
+_MOST_SIZE = 2**63 - 1
+_SIZE = "a positive integer of at most 64 bits"
 
 
 class Fields:
@@ -30,8 +35,10 @@ class Fields:
         return {key: value for key, value in self._config.items() if key not in names}
 
     def inside(self, name: str) -> Fields:
-        """Those of the object `name` and, where it does not have them, those beside it."""
-        own = {key: value for key, value in self.group(name).items() if value is not None}
+        """Those of the object `name` and, where it does not have them, those beside it. The architecture is
+        that of the whole."""
+        group = self.group(name).items()
+        own = {key: value for key, value in group if value is not None and key != "architectures"}
         return Fields({**self._config, **own}, f"{self._where}: {name}")
 
     def wrong(self, name: str, want: str) -> ModelError:
@@ -65,14 +72,32 @@ class Fields:
         value: int = self._value(name, int, "a positive integer", default)
         if value <= 0 and value != default:  # `count` has 0 as a default
             raise self.wrong(name, "a positive integer")
+        if value > _MOST_SIZE:
+            raise self.wrong(name, _SIZE)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive finite number; without a default it must be there."""
-        value = float(self._value(name, int | float, "a positive number", default))
-        if not (math.isfinite(value) and value > 0):
-            raise self.wrong(name, "a positive number")
-        return value
+        """A positive number in the range of float32; without a default it must be there."""
+        value = self._value(name, int | float, _NUMBER, default)
+        if not _LEAST <= value <= _MOST:  # before `float`, which the longest integers overflow
+            raise self.wrong(name, _NUMBER)
+        return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of what `number` takes, with at least one."""
+        found = self.array(name)
+        numbers = [each for each in found if isinstance(each, int | float) and _LEAST <= each <= _MOST]
+        if not found or len(numbers) != len(found):
+            raise self.wrong(name, "a list of positive numbers that float32 can hold")
+        return tuple(map(float, numbers))
+
+    def integers(self, name: str) -> list[int]:
+        """A list of integers; empty when absent."""
+        found = self.array(name)
+        integers = [each for each in found if isinstance(each, int) and not isinstance(each, bool)]
+        if len(integers) != len(found):
+            raise self.wrong(name, "a list of integers")
+        return integers
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self._value(name, bool, "true or false", default))

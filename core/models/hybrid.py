@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from core.models.fields import Fields
-from core.models.read import FULL, MOST_LAYERS, Defaults, architecture_of, common, with_qwen_experts
+from core.models.read import FULL, MOST_LAYERS, Defaults, common, with_qwen_experts
 from core.models.spec import LinearSpec, ModelSpec
 
 LINEAR = "linear_attention"
@@ -45,17 +45,13 @@ def qwen3_next(fields: Fields) -> ModelSpec:
 def qwen3_5(fields: Fields) -> ModelSpec:
     """Qwen3_5ForCausalLM, and the language model of Qwen3_5ForConditionalGeneration: dense, with projections
     that are not mixed. Of the positions in an image's grid text has one alone, so that its rope is plain."""
-    return _hybrid(_text(fields).over(_SIZES), mixed=False)
+    return _hybrid(fields.over(_SIZES), mixed=False)
 
 
 def qwen3_5_moe(fields: Fields) -> ModelSpec:
     """Qwen3_5MoeForCausalLM and the language model of Qwen3_5MoeForConditionalGeneration."""
-    fields = _text(fields).over(_MOE)
+    fields = fields.over(_MOE)
     return with_qwen_experts(fields, _hybrid(fields, mixed=False), 256)
-
-
-def _text(fields: Fields) -> Fields:
-    return fields.inside("text_config") if fields.has("text_config") else fields
 
 
 def _hybrid(fields: Fields, mixed: bool) -> ModelSpec:
@@ -95,9 +91,7 @@ def _hybrid(fields: Fields, mixed: bool) -> ModelSpec:
     name = "mtp_num_hidden_layers" if fields.has("mtp_num_hidden_layers") else "num_nextn_predict_layers"
     if (more := fields.count(name, 1)) > MOST_LAYERS:
         raise fields.wrong(name, f"at most {MOST_LAYERS:,}")
-    return msgspec.structs.replace(
-        spec, architecture=architecture_of(fields), linear=linear, more_layers=more
-    )
+    return msgspec.structs.replace(spec, linear=linear, more_layers=more)
 
 
 def _linear_layers(fields: Fields, layers: int) -> frozenset[int]:

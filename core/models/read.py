@@ -186,8 +186,8 @@ def gemma2(fields: Fields) -> ModelSpec:
 
 
 def gemma3(fields: Fields) -> ModelSpec:
-    """Gemma3ForCausalLM: Gemma 2 with normed heads and without caps. Five layers of six slide, with a rope of
-    their own."""
+    """Gemma3ForCausalLM, and the language model of Gemma3ForConditionalGeneration: Gemma 2 with normed heads
+    and without caps. Five layers of six slide, with a rope of their own."""
     fields = fields.over(_GEMMA_3)
     if fields.has("attn_logit_softcapping"):  # transformers reads over it
         raise fields.wrong("attn_logit_softcapping", "null")
@@ -198,12 +198,6 @@ def gemma3(fields: Fields) -> ModelSpec:
         rope = msgspec.structs.replace(rope, original_max=int(positions / rope.factor))
     spec = _gemma(fields, qk_norm="head", rope=rope, window_rope=window_rope)
     return _slide_mostly(fields, spec, fields.size("sliding_window_pattern", 6))
-
-
-def gemma3_text(fields: Fields) -> ModelSpec:
-    """Gemma3ForConditionalGeneration, of which only the language model is served."""
-    spec = gemma3(fields.inside("text_config"))
-    return msgspec.structs.replace(spec, architecture=architecture_of(fields))
 
 
 def _gemma(fields: Fields, **facts: Any) -> ModelSpec:
@@ -291,7 +285,7 @@ def qwen3_moe(fields: Fields) -> ModelSpec:
 def _sparse_layers(fields: Fields, spec: ModelSpec) -> frozenset[int]:
     """Of Qwen's: layer i where (i + 1) divides by the step and no list says dense."""
     step = fields.size("decoder_sparse_step", 1)
-    dense = set(fields.array("mlp_only_layers"))
+    dense = set(fields.integers("mlp_only_layers"))
     return frozenset(i for i in range(spec.layers) if i not in dense and (i + 1) % step == 0)
 
 

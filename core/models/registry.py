@@ -32,6 +32,8 @@ class Family(msgspec.Struct, frozen=True):
     """Whether checkpoints in 4 bits are served."""
     mxfp4: bool = False
     """Whether checkpoints whose experts are MXFP4 are served."""
+    text_config: bool = False
+    """Whether the language model's fields may lie in `text_config`, beside those of a vision encoder."""
 
 
 _CLASSIFIES = "ForSequenceClassification"
@@ -64,9 +66,10 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma2ForCausalLM": Family(read.gemma2),
     "Gemma3ForCausalLM": Family(read.gemma3),
     "Gemma3ForConditionalGeneration": Family(
-        read.gemma3_text,
+        read.gemma3,
         unused=(*_VISION, *(f"model.{name}" for name in _VISION)),
         renamed=_LANGUAGE_MODEL,
+        text_config=True,
     ),
     "GptOssForCausalLM": Family(read.gpt_oss, renamed={".mlp.router.": ".mlp.gate."}, int4=False, mxfp4=True),
     "Glm4MoeForCausalLM": Family(deepseek.glm4_moe),
@@ -93,6 +96,7 @@ FAMILIES: Mapping[str, Family] = {
             renamed=_LANGUAGE_MODEL,
             fused=_QKV,
             by_expert=_EXPERTS,
+            text_config=True,
         )
         for kind, reader in (("", hybrid.qwen3_5), ("Moe", hybrid.qwen3_5_moe))
         for task in ("CausalLM", "ConditionalGeneration")
@@ -165,18 +169,6 @@ def unsupported(architecture: str, reason: str = "") -> ModelError:
     )
 
 
-def runs_natively(config: Config, embeds: bool = False) -> bool:
-    """Whether a family here runs a config.json, not transformers. Raises `ModelError` for one whose
-    architecture or quantisation is not supported, before its weights are looked for. `embeds`: it lies in a
-    sentence-transformers directory."""
-    fields = Fields(pooled.without_lm_head(config) if embeds else config)
-    family = _family(fields, embeds)
-    if family is UNLISTED:
-        return False
-    read.refuse_quantised(fields, family.int4, family.mxfp4)
-    return True
-
-
 def _by_our_names(plain: tuple[str, ...], family: Family) -> tuple[str, ...]:
     """Layers that are not quantised also by the names that they have here."""
     found = list(plain)
@@ -207,6 +199,8 @@ def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
         config = pooled.without_lm_head(config)
     fields = Fields(config)
     family = _family(fields, pooling is not None)
+    if family.text_config and fields.has("text_config"):
+        fields = fields.inside("text_config")
     if family is not UNLISTED:
         read.refuse_quantised(fields, family.int4, family.mxfp4)
     spec = family.read(fields)

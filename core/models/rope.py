@@ -121,14 +121,7 @@ def _longrope(rope: Fields, max_position: int, original: int) -> dict[str, Any]:
         "kind": "longrope",
         "original_max": original,
         "attention_factor": rope.number("attention_factor", scale),
-        "short_factors": _factors(rope, "short_factor"),
-        "long_factors": _factors(rope, "long_factor"),
+        "short_factors": rope.numbers("short_factor"),
+        "long_factors": rope.numbers("long_factor"),
         "long": max_position > original,
     }
-
-
-def _factors(rope: Fields, name: str) -> tuple[float, ...]:
-    found = rope.array(name)
-    if not found or not all(isinstance(each, int | float) and each > 0 for each in found):
-        raise rope.wrong(name, "a list of positive numbers")
-    return tuple(float(each) for each in found if isinstance(each, int | float))

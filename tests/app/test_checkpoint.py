@@ -25,8 +25,16 @@ from core.request import SamplingParams
 from gpu.build import check_config
 from tests.rigs import vocabularies
 from tests.rigs.assets import asset
+from tests.rigs.model_config import BASE
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "eos_token_id": 2, "bos_token_id": 1}
+CONFIG: dict[str, Any] = {
+    **BASE,
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 300,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+QWEN = {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
 
 
 def quiet(_: str) -> None:
@@ -88,6 +96,13 @@ def test_sampling_defaults_are_those_of_the_generation_config(directory: Path) -
     [
         ({"architectures": ["Mamba2ForCausalLM"]}, "Mamba2ForCausalLM"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({**QWEN, "text_config": {"quantization_config": {"quant_method": "bitsandbytes"}}}, "bitsandbytes"),
+        (
+            {**QWEN, "text_config": {"quantization_config": {"quant_method": "mxfp4"}}},
+            "'mxfp4' is not served",
+        ),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rope_type"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_weights_are_looked_for(
@@ -126,9 +141,6 @@ def test_what_nothing_drafts_for_is_refused_before_weights_are_fetched(
         return str(directory)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64)
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
-    (directory / "config.json").write_text(json.dumps({**CONFIG, **sizes, **layers}))
     config = Config(model=ModelConfig(model="org/name"), speculative=SpeculativeConfig(algorithm="mtp"))
     with pytest.raises(ConfigError, match="mtp: LlamaForCausalLM has no layer for multi-token prediction"):
         compose.find(config, quiet)

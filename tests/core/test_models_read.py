@@ -368,6 +368,19 @@ def test_mxfp4_is_of_gpt_oss_alone() -> None:
         spec("Qwen3MoeForCausalLM", quantization_config={"quant_method": "mxfp4"})
 
 
+@pytest.mark.parametrize("architecture", sorted(name for name, one in FAMILIES.items() if one.text_config))
+@pytest.mark.parametrize("method", ["mxfp4", "bitsandbytes"])
+def test_a_language_model_is_refused_as_one_without_a_tower(architecture: str, method: str) -> None:
+    """By the same words, whatever class the language model calls itself."""
+    quantised = {**BASE, "quantization_config": {"quant_method": method}}
+    with pytest.raises(ModelError, match=f"config.json: quantization_config: quant_method '{method}'") as top:
+        read_spec({**quantised, "architectures": [architecture]})
+    text = {**quantised, "architectures": ["GptOssForCausalLM"]}
+    with pytest.raises(ModelError) as nested:
+        read_spec({"architectures": [architecture], "text_config": text})
+    assert str(nested.value) == str(top.value)
+
+
 def test_a_config_of_phi_4() -> None:
     got = read_spec(PHI_4)
     assert (got.heads, got.kv_heads, got.head_dim, got.norm_eps) == (40, 10, 128, 1e-5)
@@ -436,7 +449,16 @@ def test_context_counts_what_scaling_adds(scaling: dict[str, object] | None, con
         ({"hidden_size": -4}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 10,000"),
+        ({"num_hidden_layers": 10**18}, "num_hidden_layers must be at most 10,000"),
+        ({"head_dim": 10**400}, "head_dim must be a positive integer of at most 64 bits"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number that float32 can hold"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number that float32 can hold"),
+        ({"rms_norm_eps": 1e-320}, "rms_norm_eps must be a positive number that float32 can hold"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, "rope_scaling: factor must be .* float32"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [10**400]}},
+            "rope_scaling: short_factor must be a list of positive numbers",
+        ),
         ({"rope_theta": 1.0}, "rope_theta must be above 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": 66}, "hidden_size"),
@@ -454,6 +476,13 @@ def test_context_counts_what_scaling_adds(scaling: dict[str, object] | None, con
 def test_errors_name_the_field(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         spec("LlamaForCausalLM", **changes)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize("layers", [[[1]], [{}], [None], ["0"], [True]], ids=str)
+def test_dense_layers_are_integers(architecture: str, layers: list[object]) -> None:
+    with pytest.raises(ModelError, match="mlp_only_layers must be a list of integers"):
+        spec(architecture, mlp_only_layers=layers)
 
 
 def test_window_layers_must_fit() -> None:

@@ -16,7 +16,7 @@ import torch
 from core.adapters import LINEAR, AdapterLimits
 from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
-from core.models import ModelSpec, runs_natively
+from core.models import ModelSpec, read_spec
 from core.request import SamplingParams
 from gpu.build import Beside, build_executor, model_spec, spec_of
 from gpu.device import CudaFacts
@@ -400,7 +400,7 @@ def test_what_is_refused_names_the_field_and_what_is_served(config: dict[str, An
     with pytest.raises(
         ModelError, match=rf"config.json: quantization_config: .*{told}.*Served are FP8 .* 4 bits \(awq"
     ):
-        runs_natively({"architectures": ["LlamaForCausalLM"], "quantization_config": config})
+        read_spec({"architectures": ["LlamaForCausalLM"], "quantization_config": config})
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -436,7 +436,7 @@ def fields_of(told: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "BertModel"])
 def test_architectures_that_are_refused_by_name(architecture: str) -> None:
     with pytest.raises(ModelError, match=f"awq is not served of {architecture}"):
-        runs_natively({"architectures": [architecture], "quantization_config": AWQ.config})
+        read_spec({"architectures": [architecture], "quantization_config": AWQ.config})
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------

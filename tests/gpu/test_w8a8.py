@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from core.adapters import LINEAR, AdapterLimits
 from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
-from core.models import ModelSpec, runs_natively
+from core.models import ModelSpec, read_spec
 from core.models.spec import W8A8, EncoderSpec
 from core.plan import Chunk
 from core.request import SamplingParams
@@ -336,4 +336,4 @@ REFUSED = {
 def test_what_is_refused_names_the_field_and_what_is_served(config: dict[str, Any], told: str) -> None:
     served = r"Served are FP8 .*, int8 \(compressed-tensors int-quantized, W8A8\) and 4 bits"
     with pytest.raises(ModelError, match=rf"config.json: quantization_config: .*{told}.*{served}"):
-        runs_natively({"architectures": ["LlamaForCausalLM"], "quantization_config": config})
+        read_spec({"architectures": ["LlamaForCausalLM"], "quantization_config": config})
