@@ -99,6 +99,7 @@ GRANITE: dict[str, object] = {
     "num_key_value_heads": 8, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
     "rope_theta": 10000000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49159,
 }  # fmt: skip
+"""As ibm-granite/granite-3.3-2b-instruct has it on the hub."""
 
 
 def test_a_config_of_granite() -> None:
@@ -117,6 +118,7 @@ QWEN15_MOE: dict[str, object] = {
     "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+"""As Qwen/Qwen1.5-MoE-A2.7B has it on the hub."""
 
 
 def test_a_config_of_qwen15_moe() -> None:
