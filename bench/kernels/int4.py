@@ -30,7 +30,7 @@ from gpu.device import HOPPER
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.int4 import Int4Config, int4_config, int4_gemm, int4_restore
 from gpu.kernels.gemm.int4_gemv import Int4GemvConfig, int4_gemv, int4_gemv_config
-from gpu.kernels.gemm.skinny import split_k_counters
+from gpu.kernels.gemm.skinny import PROCESSORS, split_k_counters
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Matrix
 from gpu.ops.fused import Kernels, multiply
@@ -109,7 +109,8 @@ def cuts(rows: int, words: Tensor, scale: Tensor, gated: bool) -> Iterator[Int4C
     """The rule's cut for so many rows, and others."""
     if (one := int4_gemv_config(rows, words, scale, gated)) is not None:
         yield one
-        yield from starmap(Int4GemvConfig, product((1, 2, 4, 8), (1, 2, 4, 8)))
+        programs = [each * PROCESSORS for each in (2, 3, 4, 6)]
+        yield from starmap(Int4GemvConfig, product((2, 4, 8), (2, 4), (0, *programs)))
     if (rule := int4_config(rows, words, scale, gated)) is not None:
         yield rule
     steps = words.shape[1] // span(words.shape[1] * WORD, GROUP)

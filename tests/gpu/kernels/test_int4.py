@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bench.kernels.inputs import LINEARS, error
+from bench.kernels.int4 import cuts
 from gpu.kernels.gemm.int4 import MOST_ROWS, Int4Config, int4_config, int4_gemm, int4_restore
 from gpu.kernels.gemm.int4_gemv import Int4GemvConfig, int4_gemv, int4_gemv_config
 from gpu.kernels.gemm.skinny import COUNTERS, split_k_counters
@@ -195,6 +196,19 @@ def test_one_row_gone_wrong_is_not_a_number(bad: float, device: torch.device) ->
     assert torch.equal(int4_gemv(x, words, scale, bias, cut)[0], bias)
     x[0, 300] = bad
     assert not int4_gemv(x, words, scale, bias, cut).isfinite().any()
+
+
+@pytest.mark.parametrize("name", ["8B o", "8B gate_up"])
+def test_cuts_of_one_row_that_are_timed_run(name: str) -> None:
+    """`python -m bench.kernels.int4 --cuts`: the cut that is served comes first."""
+    outputs, inputs, gated = LINEARS[name]
+    words, scale = (
+        torch.empty(outputs, inputs // 4, dtype=torch.int16),
+        torch.empty(inputs // 128, outputs, 2),
+    )
+    served, *others = cuts(1, words, scale.bfloat16(), gated)
+    assert served == int4_gemv_config(1, words, scale.bfloat16(), gated)
+    assert {type(each) for each in others} == {Int4Config, Int4GemvConfig}
 
 
 def test_a_cut_of_one_row_fits_the_registers() -> None:
