@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -79,8 +79,6 @@ class Backlog:
         self._due: OrderedDict[Request, _Row] = OrderedDict()
         """The others to deliver, in this order."""
         self._step = 1
-        self._since: dict[float, int] = {}
-        """Of a slice: how many of its requests got tokens at what time before."""
 
     @property
     def waiting(self) -> int:
@@ -137,6 +135,7 @@ class Backlog:
     def deliver(self) -> None:
         """The next slice."""
         left, now = SLICE_TOKENS, self._recorder.now()
+        gaps: Counter[float] = Counter()  # most rows of a slice have the same
         for number in range(min(SLICE, len(self._urgent) + len(self._due))):
             row = self._urgent[0] if self._urgent else next(iter(self._due.values()))
             stream = self._streams.get(row.request)
@@ -150,10 +149,11 @@ class Backlog:
                 del self._due[row.request]
             del self._rows[row.request]
             if stream is not None:
-                self._deliver_row(row, stream, now)
-        # Most rows of a slice got their last tokens in one slice, too: one entry of the histogram for all.
-        self._recorder.gaps(now, self._since)
-        self._since.clear()
+                if stream.count and len(row.request.output) > stream.count:
+                    gaps[now - stream.sent_at] += 1
+                stream.sent_at = now
+                self._deliver_row(row, stream)
+        self._recorder.gaps(gaps)
 
     def _new(self, request: Request) -> _Row:
         row = self._rows[request] = _Row(request, self._step)
@@ -190,15 +190,11 @@ class Backlog:
             request.finish = request.finish or finish  # no step will: timings and reports say how it ended
             self._end(request, finish)
 
-    def _deliver_row(self, row: _Row, stream: Stream, now: float) -> None:
+    def _deliver_row(self, row: _Row, stream: Stream) -> None:
         request, logprobs = row.request, row.logprobs
         tokens = request.output[stream.count :]
-        if tokens or row.last is not None:
-            if stream.count == 0:
-                self._recorder.first_token(request)
-            else:
-                self._since[stream.sent_at] = self._since.get(stream.sent_at, 0) + 1
-            stream.sent_at = now
+        if stream.count == 0 and (tokens or row.last is not None):
+            self._recorder.first_token(request)
         last = tokens.pop() if row.last is not None and row.last >= 0 else None
         if tokens:
             fed = logprobs[: len(tokens)] if logprobs else None

@@ -109,14 +109,14 @@ class Recorder:
         self._spent += seconds
 
     def now(self) -> float:
-        """The time, as `gaps` takes it."""
+        """Return the time of the recorder's clock."""
         return self._clock()
 
-    def gaps(self, now: float, since: Mapping[float, int]) -> None:
-        """Tokens were delivered at `now`. `since` says to how many requests, by the time of their last ones.
-        The tokens of several steps that are delivered together are one gap, as for the client."""
-        for before, requests in since.items():
-            self._histograms.inter_token.add(now - before, requests)
+    def gaps(self, requests: Mapping[float, int]) -> None:
+        """Record inter-token latencies: how many `requests` got tokens so many seconds after their previous
+        ones. Tokens of several steps that are delivered together count as one gap, which the client sees."""
+        for seconds, count in requests.items():
+            self._histograms.inter_token.add(seconds, count)
 
     def first_token(self, request: Request) -> None:
         """The first token of a request is delivered."""

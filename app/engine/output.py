@@ -52,7 +52,7 @@ class Stream:
         self.count = 0
         """Tokens that reached the client's answer."""
         self.sent_at = 0.0
-        """When the last of them did, for `Recorder.gaps`; 0: none has."""
+        """The time of the latest delivery; 0 before the first."""
         self.done = False
 
     def cost(self, tokens: int, logprobs: Sequence[RowLogprobs] | None = None) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from core.adapters import FUSED
 from core.errors import ModelError
 from core.models import deepseek, hybrid, pooled, read, unlisted
 from core.models.fields import Config, Fields, nearest
@@ -84,7 +85,7 @@ FAMILIES: Mapping[str, Family] = {
     "Olmo3ForCausalLM": Family(read.olmo3),
     "Phi3ForCausalLM": Family(
         read.phi3,
-        fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+        fused=FUSED,
     ),
     "Qwen2MoeForCausalLM": Family(read.qwen2_moe),
     "Qwen3MoeForCausalLM": Family(read.qwen3_moe),
