@@ -18,7 +18,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Names that stand for several of `LINEAR`, whose rows lie in this order: Phi-3's layers have only these."""
+"""Fused modules and the matrices whose rows they stack, in order. Phi-3 has only these."""
 
 HEAD = "lm_head"
 TARGETS = (*LINEAR, "embed_tokens", HEAD)
@@ -138,7 +138,7 @@ def _targets(named: Sequence[str], files: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def _parts(names: Iterable[str]) -> set[str]:
-    """The names with those of `FUSED` replaced by their parts."""
+    """Return the names, with fused modules replaced by their matrices."""
     return {part for name in names for part in FUSED.get(name, (name,))}
 
 

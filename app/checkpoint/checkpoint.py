@@ -70,7 +70,7 @@ sentence-transformers directory."""
 
 
 def _readable(config: Config, embeds: bool) -> None:
-    """The check of what needs neither torch nor transformers."""
+    """Check what can be checked without torch and transformers."""
     read_spec(config, PoolingSpec() if embeds else None)
 
 

@@ -120,9 +120,9 @@ def _read_gguf(path: Path) -> GgufFacts:
     import gguf
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """Reads an array's entries at once, where the library makes several arrays of numpy's for each: 15 s
-        for Gemma's 262,144 tokens, scores and types. Refuses arrays that cannot be in the file, and arrays
-        of arrays, which no model has."""
+        """Reads all entries of an array at once. The library makes several numpy arrays for each entry, which
+        takes 15 s for Gemma's 262,144 tokens, scores and types. Refuses arrays that are longer than the file,
+        and arrays of arrays, which no model has."""
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             kinds, end = gguf.GGUFValueType, orig_offs + 12
@@ -163,7 +163,8 @@ def _read_gguf(path: Path) -> GgufFacts:
 
 
 def _strings(data: memoryview, at: int, count: int) -> tuple[list[memoryview], int]:
-    """Of `count` strings from `at` on in a .gguf file their bytes, and where they end."""
+    """Return the bytes of each of the `count` strings that start at `at` in a .gguf file, and the position
+    behind the last one."""
     found = []
     for _ in range(count):
         first = at + 8

@@ -22,8 +22,8 @@ def sentencepiece_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     """The contents of tokenizer.json and the settings of tokenizer_config.json, made from a .gguf file's
     metadata. Damaged metadata may raise any exception.
 
-    Neighbours in a text are joined in the order of the score of what they make, the highest first, as in
-    llama.cpp's llm_tokenizer_spm; bytes of characters that are no token are tokens of their own.
+    The merge whose result has the highest score comes first, as in llama.cpp's llm_tokenizer_spm. A character
+    that is no token becomes one token for each of its bytes.
     """
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
@@ -68,7 +68,7 @@ def sentencepiece_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> Iterator[tuple[str, str]]:
-    """All pairs of tokens that make a token, in the order of its score."""
+    """Yield all pairs of tokens whose concatenation is a token, those with the highest score first."""
     of_text = {i: token for i, token in enumerate(tokens) if kinds[i] in (NORMAL, USER_DEFINED)}
     ids = {token: i for i, token in of_text.items()}
     for i in sorted(of_text, key=lambda i: -scores[i]):

@@ -13,7 +13,7 @@ from core.errors import ModelError
 Config = Mapping[str, object]
 
 _LEAST, _MOST = 1e-38, 1e38
-"""Bounds of numbers, which models compute with in float32; products of a few stay finite in float64."""
+"""Bounds of a number: models compute in float32, and the product of a few has to be finite in float64."""
 _NUMBER = "a positive number that float32 can hold"
 _MOST_SIZE = 2**63 - 1
 _SIZE = "a positive integer of at most 64 bits"
@@ -35,8 +35,8 @@ class Fields:
         return {key: value for key, value in self._config.items() if key not in names}
 
     def inside(self, name: str) -> Fields:
-        """Those of the object `name` and, where it does not have them, those beside it. The architecture is
-        that of the whole."""
+        """Return the fields of the object `name`, and the outer ones that the object lacks. The architecture
+        is always the outer one."""
         group = self.group(name).items()
         own = {key: value for key, value in group if value is not None and key != "architectures"}
         return Fields({**self._config, **own}, f"{self._where}: {name}")
@@ -77,14 +77,14 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number in the range of float32; without a default it must be there."""
+        """Return a positive number that float32 can hold. Without a default the field is required."""
         value = self._value(name, int | float, _NUMBER, default)
         if not _LEAST <= value <= _MOST:  # before `float`, which the longest integers overflow
             raise self.wrong(name, _NUMBER)
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of what `number` takes, with at least one."""
+        """Return a list of at least one positive number that float32 can hold."""
         found = self.array(name)
         numbers = [each for each in found if isinstance(each, int | float) and _LEAST <= each <= _MOST]
         if not found or len(numbers) != len(found):
@@ -92,7 +92,7 @@ class Fields:
         return tuple(map(float, numbers))
 
     def integers(self, name: str) -> list[int]:
-        """A list of integers; empty when absent."""
+        """Return a list of integers, empty if the field is absent."""
         found = self.array(name)
         integers = [each for each in found if isinstance(each, int) and not isinstance(each, bool)]
         if len(integers) != len(found):

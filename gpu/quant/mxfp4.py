@@ -31,7 +31,7 @@ BIAS = 127
 """Exponent bias of a scale."""
 
 NAN = 255
-"""The scale of a group that is no number."""
+"""The scale that marks a group as not a number."""
 
 MOST = 128
 """The greatest scale that kernels read: weights of up to 12. Those of gpt-oss are far below 1."""

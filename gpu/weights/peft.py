@@ -1,7 +1,7 @@
 """LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors.
 
-A tensor is named after the matrix that it changes, or after the whole of several (`FUSED`), which have one A
-then. Experts' come in one of four forms:
+A tensor is named after the matrix that it changes, or after a fused module (`FUSED`), whose matrices share
+one A. Experts' come in one of four forms:
 
     experts.3.gate_proj      2-D, one expert's; also w1, w3, w2 for gate, up, down
     experts.gate_proj        3-D, [experts, rank, inputs] and [experts, outputs, rank]; also w1, w3, w2
@@ -202,7 +202,7 @@ class _Reader:
         for matrix, shape in enumerate(shapes):
             self._places |= _fused(matrix, list(shape.parts))
         self._changed: dict[tuple[int, int, int], str] = {}
-        """The module that has a part of a matrix, of one expert or, -1, of all."""
+        """The module that changes a part of a matrix, by matrix, part and expert (-1: all experts)."""
 
     def read(self, directory: Path) -> None:
         """Fill all matrices."""
@@ -254,7 +254,8 @@ class _Reader:
         return place
 
     def _claim(self, module: str, place: _Place) -> None:
-        """Note what a module changes. Raises `ModelError` where another does too: one would be lost."""
+        """Record that `module` changes the matrices at `place`. Raises `ModelError` if another module changes
+        one of them too, since only the last one would count."""
         for part in range(place.first, place.first + place.parts):
             other = self._changed.setdefault((place.matrix, part, place.expert), module)
             if other != module:
@@ -308,7 +309,7 @@ class _Reader:
 
 
 def _fused(matrix: int, names: Sequence[str]) -> dict[str, _Place]:
-    """Where modules belong that are several of the matrices `names` in one."""
+    """Return the places of the fused modules whose matrices are neighbours in `names`."""
     found: dict[str, _Place] = {}
     for first, name in enumerate(names):
         head = name.rpartition(".")[0]

@@ -187,7 +187,7 @@ def test_ranks_of_a_real_vocabulary_give_its_ids() -> None:
 
 @pytest.mark.parametrize(("kind", "prefixed"), [("LlamaTokenizer", True), ("GemmaTokenizer", False)])
 def test_a_directory_with_a_sentencepiece_model(kind: str, prefixed: bool, tmp_path: Path) -> None:
-    """Tokens are those of sentencepiece itself, from which the model comes."""
+    """The tokens are the same as sentencepiece's own."""
     (tmp_path / "text").write_text((TEXT + "\n") * 3, encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"),
@@ -206,7 +206,8 @@ def test_a_directory_with_a_sentencepiece_model(kind: str, prefixed: bool, tmp_p
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     tokenizer = Tokenizer.load(from_slow(tmp_path, print), own.vocab_size())
-    # A space or a special token in front has no token before it in `LlamaTokenizer`, unlike here.
+    # Unlike sentencepiece, `LlamaTokenizer` puts no space before a text that begins with a space or a special
+    # token: such texts differ by one token.
     lines = [line for line in TEXT.splitlines() if line[:1].strip()]
     for text in (*lines, "a  b\u6f22\U0001f600\t12", "so<|im_start|>user"):
         ids = tokenizer.encode(text, add_special=False).tolist()

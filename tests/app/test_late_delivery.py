@@ -243,7 +243,7 @@ async def test_a_first_token_that_waits_longer_than_others_counts(tokenizer: Tok
 
 
 async def test_gaps_between_tokens_are_those_of_clients(tokenizer: Tokenizer) -> None:
-    """Steps of a millisecond each, and a loop that delivers ten of them at once: gaps of ten milliseconds."""
+    """A step takes a millisecond, and the loop delivers ten steps at once: each gap is ten milliseconds."""
     bench = Bench(tokenizer, eager=False)
     recorder, now = bench.engine.recorder, [1000.0]
     recorder._clock = lambda: now[0]

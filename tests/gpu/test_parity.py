@@ -94,7 +94,7 @@ def rope_depends_on_the_batch(tiny: Tiny) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_requests_have_the_text_of_transformers(family: str, tmp_path: Path) -> None:
-    """Four requests in pages for two, and once more with what is cached of them."""
+    """Four requests run with pages for two of them, and then once more with cached prefixes."""
     tiny = tiny_model.build(family, tmp_path)
     prompts = [A, B, C, B[::-1]]
     want = [tiny_model.greedy(tiny.reference, prompt, TOKENS) for prompt in prompts]

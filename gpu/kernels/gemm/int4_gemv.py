@@ -5,17 +5,22 @@ waits for the kernel that makes `x`. `int4_gemm` keeps only a few tiles in fligh
 fill its pipeline again after the wait. A program here keeps `x` in registers and goes on to further outputs:
 it loads their words while it multiplies the previous ones.
 
-Products are of integers. The 32 inputs of a thread become 16-bit integers by a scale of their own, so that
-they are off by 1/65,534 of the largest at most; bfloat16 rounds the result by 1/512. An instruction (dp2a)
-multiplies two inputs with two weights, and eight turn a pair of words into its products; by float32 it took
-nineteen, and products were limited by that. Numbers at odd positions stay in the upper half of their byte and
-count 16 times. A thread loads four neighbouring pairs of words at once, whose numbers at the same position
-are in the same group.
+The products are computed with integers. Each thread converts its 32 inputs to 16-bit integers with a scale
+of its own: the rounding error is at most 1/65,534 of the largest input, while bfloat16 rounds the result by
+up to 1/512. The instruction dp2a multiplies two inputs by two weights and adds the products, so that a pair
+of words takes eight instructions; with float32 it took nineteen, and the kernel was limited by them. The
+weights at odd positions of a word are not shifted down, so their sums are 16 times too large, which the
+scale takes back. A thread loads four neighbouring pairs of words at once. Their weights at the same
+position are in the same group.
 
-A decode step of one row of Qwen3-8B takes 2.04 ms on an H200; by float32 products it took 2.41, by
-`int4_gemm` 2.98, by tensor cores with all words in registers 2.53. us of a product here, by `int4_gemm`, and
-as its bytes take: 5,120 outputs of 2,048 inputs 2.8, 5.4, 1.3; 4,096 of 14,336 10.9, 14.2, 7.2; 8,192 of
-28,672 32, 45, 29 (`bench/results/history/h200-int4-one-row.json`).
+A decode step of one row of Qwen3-8B takes 2.04 ms on an H200. It took 2.41 ms with float32 products, 2.53 on
+tensor cores with all words in registers, and 2.98 with `int4_gemm`. Times of single products in us
+(`bench/results/history/h200-int4-one-row.json`):
+
+    outputs x inputs    here    int4_gemm    at 4.3 TB/s
+    5,120 x 2,048        2.8          5.4            1.3
+    4,096 x 14,336      10.9         14.2            7.2
+    8,192 x 28,672      32.0         45.4           29.0
 """
 
 from __future__ import annotations
@@ -33,24 +38,24 @@ from gpu.quant.int4 import WORD, span
 
 _WORD = tl.constexpr(WORD)
 
-# PTX. From a pair's numbers 0 and 2 in one register and 1 and 3 in another, a byte each: numbers 0 of both
-# words and numbers 1, or numbers 2 and numbers 3.
+# PTX instructions. The first two read the weights of a pair of words, one in each byte: those at positions 0
+# and 2 in $1, at 1 and 3 in $2. They return the weights at positions 0 and 1, or at 2 and 3, of both words.
 _FIRST = tl.constexpr("prmt.b32 $0, $1, $2, 0x6420;")
 _SECOND = tl.constexpr("prmt.b32 $0, $1, $2, 0x7531;")
-# The low 16 bits of two registers in one.
+# Returns the low 16 bits of both registers.
 _HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x5410;")
-# Two 16-bit integers of one register times the lower or upper two bytes of another, added to a third.
+# Multiply two 16-bit integers in $1 by the lower or the upper two bytes of $2, and add both products to $3.
 _LOW = tl.constexpr("dp2a.lo.s32.u32 $0, $1, $2, $3;")
 _HIGH = tl.constexpr("dp2a.hi.s32.u32 $0, $1, $2, $3;")
 
 _LARGEST = tl.constexpr(32767.0)
-"""What the largest input of a thread becomes."""
+"""The integer that the largest input of a thread becomes."""
 
 _LEAST = tl.constexpr(1e-30)
-"""What the largest input is taken for at least: divided by less, `_LARGEST` would be infinite."""
+"""Lower bound of the largest input: for smaller ones the scale would be infinite in float32."""
 
 _ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23. Added to a float32 of up to 2**22, it leaves the nearest integer in the low bits."""
+"""1.5 * 2**23. The low bits of a float32 of at most 2**22 plus this are its nearest integer."""
 
 BESIDE: tl.constexpr = tl.constexpr(4)
 """Pairs of words that a thread holds side by side: 16 bytes, one load."""
@@ -76,13 +81,13 @@ class Int4GemvConfig(NamedTuple):
 
 @jit
 def _bytes(ASM: tl.constexpr, a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Bytes of `a` and `b`, picked by `ASM`."""
+    """Return four bytes of `a` and `b`, selected by the instruction `ASM`."""
     return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @jit
 def _dot(ASM: tl.constexpr, x: tl.tensor, numbers: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """`total` plus the two products of `x` and `numbers` that `ASM` makes."""
+    """Return `total` plus the dot product of two integers of `x` and two bytes of `numbers`, by `ASM`."""
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r,r", [x, numbers, total], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -112,9 +117,10 @@ def _row(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The inputs of BLOCK pairs of words from `first` on as 16-bit integers, two in each int32 of
-    [1, BLOCK / BESIDE]: a tuple of BESIDE for each number of a word. The unit of `_dots`, a 16th of theirs,
-    and for each group 16 times their sum: float32 of the same shape."""
+    """Load the inputs of BLOCK pairs of words, from `first` on, for `_dots`. Returns three values, with
+    tensors of [1, BLOCK / BESIDE]: the inputs as 16-bit integers, two in an int32, as a tuple of BESIDE
+    for each position in a word; the scale of a sum of products, float32; 16 times the sum of each group,
+    float32."""
     pair = first + tl.arange(0, BLOCK)[None, :]
     inside = None if PAIRS % BLOCK == 0 else pair < PAIRS
     plain: tl.tensor = ()
@@ -127,7 +133,7 @@ def _row(
         for i in tl.static_range(BESIDE):
             some += (_half(both[i], False, like), _half(both[i], True, like))
             for each in tl.static_range(2):
-                # A NaN stays one, so that the result is one.
+                # A NaN among the inputs makes the result NaN.
                 largest = tl.maximum(largest, tl.abs(some[2 * i + each]), tl.PropagateNan.ALL)
         plain += (some,)
     scale = _LARGEST / largest
@@ -323,8 +329,8 @@ def int4_gemv(
     return out
 
 
-# By the blocks of a row: the fastest of some 15 cuts of each product of Qwen3-8B on an H200, and of some ten
-# cuts of rows of 2,048 to 28,672 inputs (`bench/results/history/h200-int4-one-row.json`).
+# Cuts by the number of blocks in a row: the fastest of some 15 for each product of Qwen3-8B on an H200, and
+# of some ten for rows of 2,048 to 28,672 inputs (`bench/results/history/h200-int4-one-row.json`).
 _CUTS = [
     Int4GemvConfig(columns, 4, each * PROCESSORS)
     for columns, each in ((4, 4), (4, 3), (4, 3), (2, 3), (2, 2), (2, 2), (2, 2))
@@ -342,7 +348,7 @@ def int4_gemv_config(rows: int, weight: Tensor, scale: Tensor, gated: bool = Fal
     if pairs <= BLOCK // 2:
         return Int4GemvConfig(4 if gated else 8, 2, 6 * PROCESSORS, BLOCK // 2)
     if blocks == 1 and not gated and len(weight) <= 8 * 4 * PROCESSORS:
-        return Int4GemvConfig(8, 4, 4 * PROCESSORS)  # all at once
+        return Int4GemvConfig(8, 4, 4 * PROCESSORS)  # all programs are resident at once
     if blocks > 1 and 4 * blocks * BLOCK > 5 * pairs:  # more than a fifth of the last block would be empty
         return Int4GemvConfig(2, 4 if gated else 2, (3 if gated else 6) * PROCESSORS, BLOCK // 2)
     return cuts[blocks - 1]

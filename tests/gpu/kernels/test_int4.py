@@ -178,7 +178,7 @@ def test_one_row(
 
 @pytest.mark.usefixtures("instructions")
 def test_one_row_of_large_and_of_small_inputs(device: torch.device) -> None:
-    """Every 32 inputs have a scale of their own: the largest of them takes nothing from others."""
+    """Each thread scales its own 32 inputs: a large input does not round away the small ones of others."""
     words, scale, _ = packed(24, 1024, 128, device, torch.bfloat16)
     x = torch.randn(1, 1024, device=device).bfloat16()
     x[0, 3], x[0, 512:] = 3e4, x[0, 512:] * 1e-30
