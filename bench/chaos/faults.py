@@ -151,7 +151,8 @@ def _lose_token(original: Any) -> Any:
     def move(request: Request, state: State) -> None:
         original(request, state)
         if state is State.RETRACTED and request.output:
-            del request.output[-1]
+            # Not the last one, which would be sampled again: that shows only if it was delivered before.
+            del request.output[0]
 
     return move
 
