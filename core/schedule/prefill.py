@@ -17,10 +17,11 @@ from core.schedule.builder import PlanBuilder
 from core.schedule.callers import SHARED_CHUNK
 from core.schedule.chunk_budget import ChunkBudget
 from core.schedule.ledger import InFlightStep
-from core.schedule.new_token_ratio import CLIP, NewTokenRatio
+from core.schedule.new_token_ratio import NewTokenRatio
 from core.schedule.policy import Policy, by_caller, by_priority
 from core.schedule.queue import Waiting
 from core.schedule.queue_time import QueueTime, tokens_before
+from core.schedule.spare_pages import SparePages
 from core.schedule.table import SlotTable
 from core.types import Floats, Ints
 
@@ -64,7 +65,6 @@ class Prefills:
         self._table = table
         self._cache = cache
         self._waiting = waiting
-        self._new_token_ratio = new_token_ratio
         self._policy = policy
         limits = capabilities.adapters
         self.places = Places(0 if limits is None else limits.places, urgent=policy is by_priority)
@@ -73,6 +73,7 @@ class Prefills:
         self._under_way: list[tuple[Request, Ints]] = []
         self.admitted: list[Request] = []
         """Requests that the last `plan` admitted."""
+        self._spare = SparePages(table, new_token_ratio, cache.page_size)
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -122,6 +123,7 @@ class Prefills:
 
     def plan(self, builder: PlanBuilder) -> list[Request]:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
+        self._spare.begin()
         if self._waiting.adapters:
             self.places.assign(self._waiting.adapters, builder.now)
         builder.prompts = len(self._under_way) + len(self._waiting)
@@ -246,7 +248,7 @@ class Prefills:
     def _try_reserve(self, builder: PlanBuilder, request: Request, place: int, match: Match) -> bool:
         """The same, of a request whose cached prefix is `match`. Returns whether it has them."""
         tokens = request.tokens()
-        hold = self._cache.try_reserve(match, len(tokens), self._spare(request))
+        hold = self._cache.try_reserve(match, len(tokens), self._spare.pages(request))
         if hold is None:
             return False
         self._waiting.remove(request)
@@ -255,6 +257,7 @@ class Prefills:
         request.history.append((builder.now, "admitted", match.tokens))
         request.hold = hold
         slot = self._table.take(request, match.tokens, len(hold.pages) * self._cache.page_size)
+        self._spare.add(request, match.tokens)
         self.places.enter(request.root.adapter)
         if request.started_at == 0.0:
             request.started_at = builder.now
@@ -286,7 +289,7 @@ class Prefills:
         tokens = request.tokens()
         prefix = self._cache.peek(request.root, tokens, self._match_limit(request, tokens))
         holds = [r.hold for r in gone if r.hold is not None]
-        return self._cache.would_fit(prefix, len(tokens), self._spare(request, gone), holds)
+        return self._cache.would_fit(prefix, len(tokens), self._spare.pages(request, gone), holds)
 
     def _match_limit(self, request: Request, tokens: Ints) -> int:
         """Tokens that may come from the cache: at least one must be computed, and every one whose logits,
@@ -297,20 +300,6 @@ class Prefills:
         if request.params.hidden not in ("none", "last") or request.params.experts_from >= 0:
             limit = min(limit, _hidden_from(request))
         return limit
-
-    def _spare(self, request: Request, gone: Collection[Request] = ()) -> int:
-        """Pages to keep free for the output that running requests but `gone`, and this one, are likely to
-        make."""
-        table, active = self._table, self._table.active
-        if gone:
-            active = active.copy()
-            active[[each.slot for each in gone]] = False
-        running = active.nonzero()[0]
-        if not len(running):
-            return 0
-        own = min(request.params.max_tokens - len(request.output), CLIP)
-        tokens = (table.growth(running, CLIP) + own) * self._new_token_ratio.value
-        return int(tokens) // self._cache.page_size + 1
 
     def _fits(self, wanted: int, room: int) -> int:
         """Tokens of a chunk: all `wanted`, or as many whole pages as fit. If less than a page fits it is used
@@ -358,6 +347,7 @@ class Prefills:
         request.history.append((builder.now, "chunk", n))
         self._waiting.callers.prompt(request, n)
         table.least[slot] = table.most[slot] = end
+        self._spare.advance(request, start, end)
         assert request.hold is not None
         self._cache.commit(request.hold, request.root, tokens[:end], request.priority)
         self._save(builder, request.hold, slot, range(start + 1, end + 1))

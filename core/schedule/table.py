@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.plan import MASKED_DRAFTS
 from core.request import Request, State
@@ -75,10 +76,10 @@ class SlotTable:
     def _may_draft(self, request: Request) -> bool:
         """Not one with a logit processor, which is called with the token before; nor one with a grammar while
         as many draft as there may be."""
-        if request.params.processor:
-            return False
+        if request.params.processor or request.grammar is None:
+            return not request.params.processor
         masked = int((self.drafting & self.masked).sum())
-        return request.grammar is None or (1 + masked) * self._max_drafts <= self._masked_drafts
+        return (1 + masked) * self._max_drafts <= self._masked_drafts
 
     def retract(self, request: Request) -> None:
         """The request has no pages any more; its slot waits for what is in flight."""
@@ -98,7 +99,7 @@ class SlotTable:
         """Whether any of the slots has an adapter."""
         return bool(self.adapted.any()) and bool(self.adapted[slots].any())
 
-    def growth(self, slots: NDArray64, clip: int) -> int:
+    def growth(self, slots: NDArray64 | NDArray[np.bool_], clip: int) -> int:
         """Tokens that `slots` may still add to the pool, each counted up to `clip`."""
         return int((self.limit[slots] - self.least[slots]).clip(0, clip).sum())
 

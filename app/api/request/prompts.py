@@ -56,8 +56,9 @@ async def prompt_ids(job: Job, loaded: Loaded) -> Ints:
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> Ints:
     """Token ids as int32 [n]; `RequestError` for an id outside the vocabulary."""
     array = np.asarray(ids, np.int64)
-    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if wrong.size:
+    outside = array.view(np.uint64) >= vocab_size  # negative ones too: as unsigned they are large
+    if outside.any():
+        wrong = np.flatnonzero(outside)
         raise field_error(
             param,
             f"has token id {array[wrong[0]]} at position {wrong[0]}; "

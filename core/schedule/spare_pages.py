@@ -1,0 +1,60 @@
+"""Pages that admission leaves free, so that running requests need not be retracted soon."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from core.request import Request
+from core.schedule.new_token_ratio import CLIP, NewTokenRatio
+from core.schedule.table import SlotTable
+
+
+class SparePages:
+    """The sum over running requests is kept while a step is planned: adding it up for each request that is
+    admitted took a quarter of its admission. Owner: event loop.
+    """
+
+    def __init__(self, table: SlotTable, ratio: NewTokenRatio, page_size: int) -> None:
+        self._table = table
+        self._ratio = ratio
+        self._page_size = page_size
+        self._growth: int | None = None
+        """Tokens that running requests may still add to the pool, each counted up to `CLIP`; None: add them
+        up."""
+
+    def begin(self) -> None:
+        """Another step is planned. Until the next one, requests only start or advance by what `add` and
+        `advance` are told."""
+        self._growth = None
+
+    def add(self, request: Request, cached: int) -> None:
+        """`request` has started behind its first `cached` tokens."""
+        if self._growth is not None:
+            self._growth += _growth(request, cached)
+
+    def advance(self, request: Request, start: int, end: int) -> None:
+        """The tokens from `start` to `end` of a request that runs are planned."""
+        if self._growth is not None:
+            self._growth += _growth(request, end) - _growth(request, start)
+
+    def pages(self, request: Request, gone: Collection[Request] = ()) -> int:
+        """Pages to keep free for the output that running requests but `gone`, and this one, are likely to
+        make."""
+        active = self._table.active
+        if gone:
+            active = active.copy()
+            active[[each.slot for each in gone]] = False
+            growth = self._table.growth(active, CLIP)
+        elif self._growth is None:
+            growth = self._growth = self._table.growth(active, CLIP)
+        else:
+            growth = self._growth
+        if not growth and not active.any():
+            return 0
+        own = min(request.params.max_tokens - len(request.output), CLIP)
+        return int((growth + own) * self._ratio.value) // self._page_size + 1
+
+
+def _growth(request: Request, planned: int) -> int:
+    """Tokens behind the first `planned` ones that need KV, counted up to `CLIP`."""
+    return min(max(request.limit - planned, 0), CLIP)
