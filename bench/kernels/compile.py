@@ -82,11 +82,15 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def attention(page: int, size: Heads, query: int = 1, sinks: bool = False) -> None:
-        config = decode.verify_config(size.dim, size.kv, 132, 256 * query, query, group=size.q // size.kv)
+    def attention(
+        page: int, size: Heads, query: int = 1, sinks: bool = False, dtype: torch.dtype = DTYPE
+    ) -> None:
+        config = decode.verify_config(
+            size.dim, size.kv, 132, 256 * query, query, group=size.q // size.kv, coarse=dtype != DTYPE
+        )
         slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
         table = torch.zeros(512, 64, dtype=torch.int32)
-        both = empty(64, 2, size.kv, size.dim)
+        both = empty(64, 2, size.kv, size.dim, dtype=dtype)
         plan = decode.plan_decode(slots, lengths, config, longest=query, num_rows=n, pdl=pdl)
         space = decode.decode_workspace(256, size.q, size.kv, size.dim, config, CPU)
         q = empty(256, size.q, size.dim)
@@ -141,9 +145,9 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
             how = how._replace(bias=empty(experts, dtype=torch.float32))
         route(logits, 8, 64, choice=how, num_rows=n, pdl=pdl)
 
-    def prefix(config: cascade.PrefixConfig) -> None:
+    def prefix(config: cascade.PrefixConfig, dtype: torch.dtype = DTYPE) -> None:
         slots, table = torch.zeros(128, dtype=torch.int64), torch.zeros(512, 64, dtype=torch.int32)
-        both = empty(64, 2, heads.kv, heads.dim)
+        both = empty(64, 2, heads.kv, heads.dim, dtype=dtype)
         q, layer = empty(128, heads.q, heads.dim), Pages(both[:, 0], both[:, 1], table, 16, 0.1)
         cascade.prefix_attention(q, layer, slots, n, config, pdl=pdl)
 
@@ -339,11 +343,15 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "merge": lambda: merge.merge_state(empty(256, 32, 128), lse, empty(256, 32, 128), lse, pdl=pdl),
         "decode, page 16": lambda: attention(16, heads),
         "decode, page 64": lambda: attention(64, heads),
+        "decode, fp8": lambda: attention(16, heads, dtype=torch.float8_e4m3fn),
+        "decode, fp8, dim 256": lambda: attention(16, Heads(16, 8, 256), dtype=torch.float8_e4m3fn),
         "decode, dim 8": lambda: attention(16, Heads(8, 4, 8)),
         "decode, dim 256": lambda: attention(16, Heads(16, 8, 256)),
         "verify, 16 lanes": lambda: attention(16, Heads(32, 8, 128), 4),
         "verify, 32 lanes": lambda: attention(16, heads, 4),
         "verify, 64 lanes": lambda: attention(16, heads, 8),
+        "verify, fp8": lambda: attention(16, heads, 4, dtype=torch.float8_e4m3fn),
+        "verify, fp8, 64 lanes": lambda: attention(16, heads, 8, dtype=torch.float8_e4m3fn),
         "verify, dim 256": lambda: attention(16, Heads(16, 8, 256), 4),
         "chunks, page 16": lambda: chunks(16, heads),
         "chunks, page 64": lambda: chunks(64, heads),
@@ -369,6 +377,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "experts in groups of 20": lambda: choice(4096, 160, Choice(False, None, 8, 3, 16.0)),
         "experts by sigmoids": lambda: choice(4096, 384, Choice(True, scale=2.827)),
         "prefix 64": lambda: prefix(cascade.PrefixConfig()),
+        "prefix 64, fp8": lambda: prefix(cascade.PrefixConfig(), torch.float8_e4m3fn),
         "prefix 128": lambda: prefix(cascade.PrefixConfig(128, 128, 8)),
         "moe 1": lambda: experts(1),
         "moe 32": lambda: experts(32),

@@ -12,7 +12,6 @@ from gpu.kernels.attention.cascade import PrefixConfig, prefix_attention, prefix
 from gpu.kernels.attention.decode import (
     DecodeConfig,
     DecodePlan,
-    coarse_config,
     decode_workspace,
     latent_config,
     paged_decode,
@@ -98,10 +97,17 @@ class TritonDecode:
             return latent_config(self._kv, config.gpu.processors, config.dtype.itemsize)
         deep = config.dtype.itemsize <= 2 and config.gpu.capability >= HOPPER
         processors, group = config.gpu.processors, config.heads // config.kv_heads
-        cut = verify_config(
-            config.head_dim, config.kv_heads, processors, tokens, query, group=group, few=few, deep=deep
+        return verify_config(
+            config.head_dim,
+            config.kv_heads,
+            processors,
+            tokens,
+            query,
+            group=group,
+            few=few,
+            deep=deep,
+            coarse=config.kv_scales is not None,
         )
-        return cut if config.kv_scales is None else coarse_config(cut)
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: once for each window that layers have."""

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Kernels run in Triton's interpreter, which knows no inline assembly."""
+
 
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, typed: its own stubs would make every decorated function untyped."""

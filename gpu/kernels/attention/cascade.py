@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.online_softmax import attend_tile, load_pages
+from gpu.kernels.attention.online_softmax import attend_tile, columns, load_pages, zero_values
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
 from gpu.kernels.attention.split_kv import Partials, partials
 from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, true_rows
@@ -82,16 +82,16 @@ def _prefix(
         own = keys.table + slot * keys.table_stride
         high = tl.zeros([BLOCK_Q], tl.float32) - float("inf")
         sums = tl.zeros([BLOCK_Q], tl.float32)
-        acc = tl.zeros([BLOCK_Q, block_d], tl.float32)
+        acc = zero_values(BLOCK_Q, SHAPE)
         for tile in range(first, last):
             page = load_pages(own, tile, total, SHAPE.page, TILE)
             high, sums, acc = attend_tile(
                 queries, k_cache, v_cache, page, tile, 0, total, high, sums, acc, keys.stride, keys.scale,
                 SHAPE, TILE,
             )  # fmt: skip
-        acc = acc * (keys.v_scale / sums)[:, None]
+        values = columns(acc, SHAPE) * (keys.v_scale / sums)[:, None]
         sums = high + tl.log2(sums)
-        tl.store(found.out + place.to(tl.int64)[:, None] * dim + d[None, :], acc, mask=inside)
+        tl.store(found.out + place.to(tl.int64)[:, None] * dim + d[None, :], values, mask=inside)
         tl.store(found.lse + place, sums, mask=live)
     else:
         tl.store(found.lse + place, tl.zeros([BLOCK_Q], tl.float32) - float("inf"), mask=live)

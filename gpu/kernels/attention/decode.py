@@ -37,7 +37,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.online_softmax import KEPT, attend_tile, beside_sinks, load_pages, load_tails
+from gpu.kernels.attention.online_softmax import (
+    KEPT,
+    attend_tile,
+    beside_sinks,
+    columns,
+    load_pages,
+    load_tails,
+    zero_values,
+    zero_where,
+)
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
 from gpu.kernels.attention.split_kv import Partials, merge_parts, partials, store_segment
 from gpu.kernels.jit import (
@@ -68,6 +77,9 @@ SOME = 32
 LANES = 64
 """Queries times heads of a group that share a pass at most: as many as wgmma multiplies at once, and as many
 accumulators as leave two programs of a multiprocessor room in its registers."""
+
+COARSE_LANES = 32
+"""The same of float8 pages: with 64, 232 bytes a thread are spilled."""
 
 WIDE_LANES = 16
 """The same where heads are wider than 128 or elements than 2 bytes: with 32, 3 KB a thread are spilled."""
@@ -132,9 +144,10 @@ def decode_config(
     group: int = 8,
     few: bool = False,
     deep: bool = True,
+    coarse: bool = False,
 ) -> DecodeConfig:
     """For a graph of so many rows. `few`: that have few keys of their own, as behind a shared prefix; `deep`:
-    a multiprocessor has 228 KiB of shared memory and elements are of two bytes.
+    a multiprocessor has 228 KiB of shared memory and elements are of two bytes; `coarse`: pages are float8.
 
     As many programs as a multiprocessor holds, and no fewer. Where there was room for a third of two, they
     took up to a fifth longer under dependent launch (probably some processors got three and others one:
@@ -148,11 +161,25 @@ def decode_config(
     32 x 1,040       40.1  23.8  (40.9  25.1)
     256 x 1,040       262   137   (265   138)
     512 x 96         56.5  32.2  (57.6  33.0)   many or `few`: smaller tiles, of which short rows fill more
+
+    A tile of float8 keys is half as many bytes, so there are twice as many programs; few rows have larger
+    tiles instead. µs of float8 pages, in parentheses those of bfloat16 pages in the same run
+    (`bench/results/history/h200-decode-fp8-pairs.json`):
+    3 x 350           6.4   6.2  ( 6.6   6.9)
+    8 x 1,024        11.2   7.9  (13.9   9.9)
+    32 x 1,024       24.4  14.0  (41.0  24.0)
+    64 x 8,192        268   139  ( 490   249)
+    256 x 1,024       144    73  ( 258   134)
+    512 x 96         43.4  24.1  (57.2  32.2)
     """
     narrow = head_dim <= 128
     roomy = narrow and deep
     tile = 64 if narrow else 32
     per_head = processors / kv_heads
+    if coarse and narrow:
+        if rows <= 8:
+            return DecodeConfig(128, 4, 4, max(int(2 * per_head), 1))
+        return DecodeConfig(64, 2, 5, max(int(4 * per_head), 1))
     if rows <= 4:
         return DecodeConfig(tile, 4, 2, max(int(2 * per_head), 1))
     if roomy and rows <= SOME and not few:
@@ -161,16 +188,6 @@ def decode_config(
         return DecodeConfig(32, 2, 5, max(int(4 * per_head), 1))
     stages = 7 if roomy and group < 8 else 5
     return DecodeConfig(tile, 4, stages, max(int(2 * per_head), 1))
-
-
-def coarse_config(cut: DecodeConfig) -> DecodeConfig:
-    """Return `cut` for FP8 pages, with at most 5 stages. µs on an H100, 8 KV heads for 32 heads of 128: FP8
-    pages with 5 and 7 stages, and bfloat16 pages with 7:
-    64 x 8,192       489   551   726
-    256 x 1,024      252   283   375
-    Tiles of 128 keys took 451 and 231 with Triton 3.6; 3.9 does not compile them.
-    """
-    return cut._replace(stages=min(cut.stages, 5)) if cut.queries == 1 else cut
 
 
 _Cut = DecodeConfig
@@ -206,15 +223,18 @@ def verify_config(
     group: int = 8,
     few: bool = False,
     deep: bool = True,
+    coarse: bool = False,
 ) -> DecodeConfig:
     """As `decode_config`, for a graph of so many tokens of rows that have up to `query` each. A longer row
     than a tile of queries is taken for several; where two have no room in one, or a lone row of large groups
     is read faster so, each token is a row of its own."""
     plain = head_dim <= 128 and deep
-    queries = min(query, (LANES if plain else WIDE_LANES) // group)
+    queries = min(query, ((COARSE_LANES if coarse else LANES) if plain else WIDE_LANES) // group)
     rows = cdiv(tokens, query)
     if queries < 2 or (rows == 1 and group >= LONE_GROUP):
-        return decode_config(head_dim, kv_heads, processors, tokens, group=group, few=few, deep=deep)
+        return decode_config(
+            head_dim, kv_heads, processors, tokens, group=group, few=few, deep=deep, coarse=coarse
+        )
     if plain:
         *some, (_, cut) = VERIFY[max(pow2(queries * group), 16)]
         cut = next((each for most, each in some if rows <= most and not few), cut)
@@ -446,7 +466,7 @@ def _decode(
         queries = tl.zeros([BLOCK_H, block_d], q.dtype.element_ty)
     high = tl.zeros([BLOCK_H], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, block_d], tl.float32)
+    acc = zero_values(BLOCK_H, SHAPE)
     for i in range(count):
         if QUERIES == 1:
             # Anew for each tile: so they come as the keys do, and no row waits for its queries.
@@ -476,14 +496,14 @@ def _decode(
         ends = tile + 1 == last
         if ends:
             store_segment(
-                acc, high, total, token, place, pieces, space.parts, out, lse, head, keys.v_scale,
-                keys.sinks, heads, dim, QUERIES,
+                columns(acc, SHAPE), high, total, token, place, pieces, space.parts, out, lse, head,
+                keys.v_scale, keys.sinks, heads, dim, QUERIES,
             )  # fmt: skip
         if QUERIES > 1:
             opens = ends
         high = tl.where(ends, float("-inf"), high)
         total = tl.where(ends, 0.0, total)
-        acc = tl.where(ends, 0.0, acc)
+        acc = zero_where(ends, acc, SHAPE)
         # Behind the run's last segment may be none: then its own stands.
         turns = ends & (i + 1 < count)
         segment += tl.where(turns, 1, 0)

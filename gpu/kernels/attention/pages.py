@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpu.kernels.jit import cdiv, pow2
@@ -60,6 +61,7 @@ class Shape(NamedTuple):
     step     columns from a KV head to the next; 0 of latents, which all parts read
     tail     columns of keys behind `dim`, which values do not have: keys are latents
     block_t  tail likewise
+    paired   values are float8, and two columns of them are loaded as one integer: see `attend_tile`
     """
 
     kv: int
@@ -72,6 +74,7 @@ class Shape(NamedTuple):
     step: int
     tail: int
     block_t: int
+    paired: bool
 
 
 LATENT_GROUP = 16
@@ -95,4 +98,5 @@ def kernel_args(q: Tensor, pages: Pages) -> tuple[Keys, Shape]:
     wide = len(k) * k.stride(0) >= 2**31
     step, block_t = (0, max(pow2(tail), 16)) if tail else (dim, 0)
     group = q.shape[1] // kv_heads
-    return keys, Shape(kv_heads, group, dim, size, cap, wide, max(pow2(dim), 16), step, tail, block_t)
+    paired = v.dtype == torch.float8_e4m3fn and not tail and dim % 2 == 0
+    return keys, Shape(kv_heads, group, dim, size, cap, wide, max(pow2(dim), 16), step, tail, block_t, paired)
