@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, get_args
 
 import msgspec
+
+from app.context import holding
 
 HEADER = "X-Loom-Warning"
 
@@ -37,15 +39,9 @@ def warn(text: str) -> None:
         texts.append(text)
 
 
-@contextmanager
-def warnings() -> Iterator[list[str]]:
+def warnings() -> holding[list[str]]:
     """Collect the warnings of one request."""
-    texts: list[str] = []
-    token = _warnings.set(texts)
-    try:
-        yield texts
-    finally:
-        _warnings.reset(token)
+    return holding(_warnings, [])
 
 
 def header_value(texts: list[str]) -> str:

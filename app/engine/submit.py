@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from math import inf
 
 import msgspec
@@ -109,7 +108,8 @@ class Submitter:
             self._check_open(job)
             run = self._enqueue(job, prompt, grammar, pinning, sink)
         except BaseException as ended:
-            in_time()
+            if in_time is not None:
+                in_time.cancel()
             del self._runs[key]
             self._adapters.release(job.root.adapter)
             if isinstance(ended, asyncio.CancelledError) and (error := preparing.aborted()) is not None:
@@ -118,21 +118,22 @@ class Submitter:
         self._runs[key] = run
         times = arrived, encoded - arrived, self._clock() - encoded
         self._timelines.open(key, run.engine.recorder, run.requests, *times)
-        run.on_done(in_time)
-        run.on_done(lambda: self._done(key, run, job.root.adapter))
+        run.on_done(lambda: self._done(key, run, job.root.adapter, in_time))
         return run
 
-    def _expire(self, key: JobKey, seconds: float) -> Callable[[], None]:
-        """End the job with this key after `seconds`. Returns a function that cancels the timer."""
+    def _expire(self, key: JobKey, seconds: float) -> asyncio.TimerHandle | None:
+        """End the job with this key after `seconds`. Returns the timer; None where there is no end."""
         if seconds == inf:
-            return lambda: None
+            return None
 
         def end() -> None:
             self._runs[key].abort(TIMED_OUT)
 
-        return asyncio.get_running_loop().call_later(max(seconds, 0.0), end).cancel
+        return asyncio.get_running_loop().call_later(max(seconds, 0.0), end)
 
-    def _done(self, key: JobKey, run: LiveRun, adapter: str) -> None:
+    def _done(self, key: JobKey, run: LiveRun, adapter: str, in_time: asyncio.TimerHandle | None) -> None:
+        if in_time is not None:
+            in_time.cancel()
         del self._runs[key]
         run.engine.recorder.job_ended(run.requests)
         self._adapters.release(adapter)

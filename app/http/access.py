@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 import msgspec
 from aiohttp import web
 
+from app.context import holding
 from app.engine.job import Run
 from app.http.errors import Fault
 from app.http.keys import REQUEST_ID
@@ -79,15 +78,10 @@ def used(run: Run) -> None:
         usage.add(run)
 
 
-@contextmanager
-def measured(usage: Usage) -> Iterator[None]:
+def measured(usage: Usage) -> holding[Usage]:
     """Count what this context uses. The numbers and no jobs are kept: tasks that a request leaves behind,
     as of a batch, have its context as long as they run."""
-    token = _usage.set(usage)
-    try:
-        yield
-    finally:
-        _usage.reset(token)
+    return holding(_usage, usage)
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -49,17 +49,24 @@ async def received(request: web.Request) -> AsyncIterator[bytes]:
     if BODY in request:
         yield request[BODY]
         return
-    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    coding = request.headers.get("Transfer-Encoding", "chunked").strip().lower()
-    if encoding not in ("identity", "") or coding != "chunked":
-        raise HttpError(415, "Compressed request bodies are not accepted; send the JSON as it is.")
-    if (request.content_length or 0) > (limit := request.app[SERVE].max_body):
-        raise _too_large(limit)
+    limit = _check_head(request)
     with request.app[INTAKE].reading() as reading:
         body = await _arrived(request, reading, limit)
         if (usage := current_usage()) is not None:
             usage.receive(body)
         yield body
+
+
+def _check_head(request: web.Request) -> int:
+    """The limit of a body's size. Raises what `received` does before it reads."""
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    coding = request.headers.get("Transfer-Encoding", "chunked").strip().lower()
+    if encoding not in ("identity", "") or coding != "chunked":
+        raise HttpError(415, "Compressed request bodies are not accepted; send the JSON as it is.")
+    limit = request.app[SERVE].max_body
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    return limit
 
 
 async def _arrived(request: web.Request, reading: Reading, limit: int) -> bytes:
@@ -91,6 +98,14 @@ def _too_large(limit: int) -> BodyTooLarge:
 async def decoded(request: web.Request, kind: type[T], empty: bytes = b"", again: bool = False) -> T:
     """The body of a request as a Struct. An empty body is decoded as `empty`; `again` keeps the body for
     another handler that decodes it too. Raises as `received` and `decode` do."""
+    if (whole := _with_head(request)) is not None:
+        if again:
+            request[BODY] = whole
+        if _small(whole):  # it is decoded before anything else happens, and needs no memory meanwhile
+            return _decoded_here(kind, whole or empty)
+        with request.app[INTAKE].reading() as reading:
+            request.app[INTAKE].take(reading, len(whole))
+            return await decode(kind, whole, request.app[SERVICE].loaded.bodies)
     async with received(request) as raw:
         if again:
             request[BODY] = raw
@@ -98,6 +113,19 @@ async def decoded(request: web.Request, kind: type[T], empty: bytes = b"", again
         if _small(body):
             return _decoded_here(kind, body)
         return await decode(kind, body, request.app[SERVICE].loaded.bodies)
+
+
+def _with_head(request: web.Request) -> bytes | None:
+    """A body of up to `INLINE` bytes that came with its head, as most do; None for others. Raises as
+    `received` does before it reads."""
+    size = request.content_length
+    if BODY in request or size is None or size > INLINE or not request.content.is_eof():
+        return None
+    _check_head(request)
+    raw = request.content.read_nowait()
+    if (usage := current_usage()) is not None:
+        usage.receive(raw)
+    return raw
 
 
 async def decode(kind: type[T], body: bytes, bodies: Helper) -> T:

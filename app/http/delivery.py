@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -298,25 +297,42 @@ def prompt_weight(runs: Sequence[Run]) -> int:
     return sum(len(run.prompt) for run in runs if run.params.prompt_logprobs >= 0)
 
 
-@asynccontextmanager
-async def running(engine: Generator, jobs: Sequence[Job], sink: Sink) -> AsyncIterator[list[Run]]:
+class running:
     """Start every job; whatever happens inside, none is left running after.
 
     Choices are numbered through: job 0's first. A cancelled handler (the client has gone) leaves
     through here too, also while a later job is still starting.
     """
-    runs: list[Run] = []
-    base, total = 0, sum(job.n for job in jobs)
-    try:
-        for job in jobs:
-            runs.append(await engine.start(job, _shifted(sink, base) if base else sink))
-            begun(runs[-1])
-            base += job.n
-            if base < total:
-                await asyncio.sleep(0)  # encoding thousands of short prompts in one go is a long slice
-        yield runs
-    finally:
-        for run in runs:
+
+    __slots__ = ("_engine", "_jobs", "_runs", "_sink")
+
+    def __init__(self, engine: Generator, jobs: Sequence[Job], sink: Sink) -> None:
+        self._engine = engine
+        self._jobs = jobs
+        self._sink = sink
+        self._runs: list[Run] = []
+
+    async def __aenter__(self) -> list[Run]:
+        sink, base, total = self._sink, 0, sum(job.n for job in self._jobs)
+        started = False
+        try:
+            for job in self._jobs:
+                self._runs.append(await self._engine.start(job, _shifted(sink, base) if base else sink))
+                begun(self._runs[-1])
+                base += job.n
+                if base < total:
+                    await asyncio.sleep(0)  # encoding thousands of short prompts in one go is a long slice
+            started = True
+        finally:
+            if not started:
+                self._end()
+        return self._runs
+
+    async def __aexit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for run in self._runs:
             run.abort()
             used(run)
 

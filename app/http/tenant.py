@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 
+from app.context import holding
 from app.http.key_file import FLAG, OPEN, Terms, digest, exposed, read
 from app.http.limits import NOBODY, Account, Permit
 from core.clock import Clock, monotonic
@@ -28,14 +28,9 @@ def tenant() -> str:
     return permit().terms.tenant
 
 
-@contextmanager
-def acting(permit: Permit) -> Iterator[Permit]:
+def acting(permit: Permit) -> holding[Permit]:
     """Set the permit within this context and in tasks started there."""
-    token = _permit.set(permit)
-    try:
-        yield permit
-    finally:
-        _permit.reset(token)
+    return holding(_permit, permit)
 
 
 class Keys:
