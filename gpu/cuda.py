@@ -18,6 +18,7 @@ from gpu.draft.model import DraftMachine
 from gpu.kernels.delta import gated_delta
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters
+from gpu.kernels.jit import compiled_ahead
 from gpu.kernels.lora.linear import Branch
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.ngram import look_up
@@ -85,7 +86,18 @@ def _captured_runner(
     padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts, shape.adapters)
     delta = partial(gated_delta, pdl=pdl)
     machine = Machine(
-        device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl, rank, parts.paced, delta
+        device,
+        padded,
+        launcher,
+        attention,
+        ops,
+        begin_step,
+        triton_kernels,
+        pdl,
+        rank,
+        parts.paced,
+        delta,
+        compiled_ahead,
     )
     drafter = None
     if (draft := parts.draft) is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -77,6 +77,7 @@ class Machine(NamedTuple):
     rank      which of several this is
     paced     the costs of chunks are to be measured
     delta     linear attention
+    ahead     a context in which kernels are compiled side by side and not launched; None: there is none
     """
 
     device: torch.device
@@ -90,6 +91,7 @@ class Machine(NamedTuple):
     rank: Rank | None = None
     paced: bool = False
     delta: DeltaRule = gated_delta
+    ahead: Callable[[], AbstractContextManager[None]] | None = None
 
 
 class Uncaptured(NamedTuple):
@@ -316,16 +318,25 @@ class ModelRunner:
         if self._drafts is not None:
             keys += self._drafts.keys([key for key in keys if isinstance(key, Forward)])
         rank = self._machine.rank
+        # Not with drafts, whose tokens torch looks up: kernels that are not launched leave any numbers there.
+        # Nor with ranks, whose exchanges would wait.
+        if self._machine.ahead is not None and rank is None and self._drafts is None:
+            with self._machine.ahead():
+                for key in keys:
+                    self._warm(key)()
         with nullcontext() if rank is None else rank.apart():
             for done, key in enumerate(keys, 1):
-                work: Work = partial(self._run, key)
-                launches.capture(
-                    key, partial(self._forward, key, brief=True) if isinstance(key, Forward) else work
-                )
+                launches.capture(key, self._warm(key))
                 progress(done / len(keys))
             self._stage.warm()
         self._launches = launches
         return self._measure()
+
+    def _warm(self, key: StepKey) -> Work:
+        """What launches each kernel of a key's work once."""
+        if isinstance(key, Forward):
+            return partial(self._forward, key, brief=True)
+        return partial(self._run, key)
 
     def _measure(self) -> MeasuredCosts:
         """What steps cost, once and before requests have slots: empty whenever graphs are captured again."""

@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from core.env import usable_cpus
+
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Kernels run in Triton's interpreter, which knows no inline assembly."""
 
 
+_AHEAD: ContextVar[bool] = ContextVar("ahead", default=False)
+_ONE = threading.Lock()
+"""Replicas have equal kernels: the first compiles them, the others find them in Triton's cache."""
+
+
+def _kernel(kernel: Any) -> Any:
+    """`kernel`, which within `compiled_ahead` is only compiled."""
+
+    def run(*args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return type(kernel).run(kernel, *args, grid=grid, warmup=warmup or _AHEAD.get(), **options)
+
+    if not INTERPRETED:
+        kernel.run = run
+    return kernel
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, typed: its own stubs would make every decorated function untyped."""
-    return triton.jit(function)
+    return _kernel(triton.jit(function))
 
 
 def jit_loose(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """`jit`, where `names` are integers that change from step to step. Others are compiled anew whenever
     they become 1 or change in whether 16 divides them, which must not happen while serving."""
-    return partial(triton.jit, do_not_specialize=list(names))
+    return lambda function: _kernel(triton.jit(function, do_not_specialize=list(names)))
+
+
+@contextmanager
+def compiled_ahead() -> Iterator[None]:
+    """Compile the kernels that this thread calls within the context, side by side; at its end all are there.
+    None is launched: what they would have written is arbitrary, and no other work may trust it.
+
+    Triton compiles a kernel where it is launched first, one after the other. Its compiler holds the GIL for
+    a small part of that time. An error is raised where the kernel is launched.
+    """
+    with (
+        _ONE,
+        ThreadPoolExecutor(usable_cpus()) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        ahead = _AHEAD.set(True)
+        try:
+            yield
+        finally:
+            _AHEAD.reset(ahead)
 
 
 @jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -66,12 +67,13 @@ def captured_machine(
 class Both:
     """A CPU runner, and one with the kernels and sizes of a GPU, with the same plans."""
 
-    def __init__(self, path: Path, launcher: Callable[[], Launcher] = NoWarmUp) -> None:
+    def __init__(self, path: Path, launcher: Callable[[], Launcher] = NoWarmUp, **changes: Any) -> None:
+        """`changes` are fields of the second one's `Machine`."""
         self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
         spec = rig.spec
         width = HiddenShape(spec.hidden, torch.float32)
         self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, width)
-        machine = captured_machine(rig, PaddedSizes(ROWS, 128, ROWS), launcher)
+        machine = captured_machine(rig, PaddedSizes(ROWS, 128, ROWS), launcher)._replace(**changes)
         self.runner = ModelRunner(self.shape, machine, self.shape.entries(CPU))
         heads = spec.kv_shape
         with device_thread(CPU):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +26,11 @@ from core.request import SamplingParams
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
+from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.step.graphs import Plain
 from gpu.step.rings import Rings, Ticket
+from gpu.step.steps import Forward, PaddedSizes
 from gpu.thread import device_thread
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
@@ -72,6 +76,26 @@ def run(both: Both, params: Sequence[SamplingParams], steps: int, **chunk: int) 
 
 def test_after_a_warm_up_of_every_size(tiny: Tiny) -> None:
     run(Both(tiny.path, Plain), [SamplingParams(temperature=0.0)], 1)
+
+
+def test_kernels_of_all_sizes_are_compiled_before_the_first_graph(tiny: Tiny) -> None:
+    """In the context of `Machine.ahead`, and nothing else is: `NoWarmUp` calls nothing."""
+    inside, calls = [False], list[bool]()
+
+    @contextmanager
+    def ahead() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def begin(*args: Any, **options: Any) -> None:
+        calls.append(inside[0])
+        begin_step(*args, **options)
+
+    both = Both(tiny.path, ahead=ahead, begin=begin)
+    sizes = [key for key in PaddedSizes(ROWS, 128, ROWS).all() if isinstance(key, Forward)]
+    assert calls == [True] * len(sizes)
+    run(both, [SamplingParams(max_tokens=2)], steps=1)
 
 
 def test_states_of_linear_attention(tmp_path: Path) -> None:
