@@ -318,10 +318,11 @@ class ModelRunner:
         if self._drafts is not None:
             keys += self._drafts.keys([key for key in keys if isinstance(key, Forward)])
         rank = self._machine.rank
-        # Not with drafts, whose tokens torch looks up: kernels that are not launched leave any numbers there.
-        # Nor with ranks, whose exchanges would wait.
-        if self._machine.ahead is not None and rank is None and self._drafts is None:
-            with self._machine.ahead():
+        # Once, while the rows that torch looks up are 0 in all buffers: kernels that are not launched leave
+        # there what was. So not with drafts, and not with ranks, whose exchanges would wait.
+        ahead, self._machine = self._machine.ahead, self._machine._replace(ahead=None)
+        if ahead is not None and rank is None and self._drafts is None:
+            with ahead():
                 for key in keys:
                     self._warm(key)()
         with nullcontext() if rank is None else rank.apart():

@@ -29,6 +29,7 @@ from gpu.attention.triton_paged import TritonPrefill, chunks_of
 from gpu.device import HOPPER
 from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
 from gpu.kernels.attention.kv_packing import pack, plan_packing
+from gpu.kernels.jit import only_compiling
 from gpu.state.view import StepView
 
 CAUSAL, NHD = 1, 0
@@ -149,12 +150,15 @@ class FlashInferPrefill:
         result = out.view(q.shape)
         # To the left so many keys, -1 for all; FA3 knows no dependent launch; then masks and theirs.
         mask = (None, CAUSAL, NHD, window - 1, False, *[None] * 6, config.cap, config.scale)
-        if self._packed_at is not None and self._packed_schedule is not None:
-            k_side, v_side = self._packed_kv[:, : self._room]
+        k_side, v_side = self._packed_kv[:, : self._room]
+        if self._packed_at is not None:
             pack(
                 cache, (k_side, v_side), self._packed_at, chunks_of(view), view.page_table, size, PACK_TILE,
                 pdl=config.pdl,
             )  # fmt: skip
+        if only_compiling():  # there is no schedule
+            return
+        if self._packed_schedule is not None:
             numbers, offsets = self._packed_schedule
             kernels.ragged_run(
                 self._space, numbers, list(offsets), q, k_side, v_side, here, here, result, *mask, *ROTATION

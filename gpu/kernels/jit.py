@@ -46,6 +46,11 @@ def jit_loose(*names: str) -> Callable[[Callable[..., Any]], Any]:
     return lambda function: _kernel(triton.jit(function, do_not_specialize=list(names)))
 
 
+def only_compiling() -> bool:
+    """Whether kernels are not launched: another library's must not be, where it follows what ours write."""
+    return _AHEAD.get()
+
+
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
     """Compile the kernels that this thread calls within the context, side by side; at its end all are there.

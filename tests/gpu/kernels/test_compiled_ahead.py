@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.kernels.compile import _Device
 from gpu.kernels import norm, silu_mul
-from gpu.kernels.jit import compiled_ahead
+from gpu.kernels.jit import compiled_ahead, only_compiling
 
 driver.set_active(_Device())  # it compiles for sm_90 and can launch nothing
 x, weight = torch.ones(8, 256, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
@@ -27,8 +27,10 @@ def compiled():
 
 
 with compiled_ahead():
+    assert only_compiling()
     silu_mul.silu_mul(x)
     norm.rms_norm(x, weight, 1e-6)
+assert not only_compiling()
 assert len(compiled()) == 2 and all(one.asm["cubin"] for one in compiled())
 try:
     silu_mul.silu_mul(x)

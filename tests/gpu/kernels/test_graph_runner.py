@@ -96,6 +96,11 @@ def test_kernels_of_all_sizes_are_compiled_before_the_first_graph(tiny: Tiny) ->
     sizes = [key for key in PaddedSizes(ROWS, 128, ROWS).all() if isinstance(key, Forward)]
     assert calls == [True] * len(sizes)
     run(both, [SamplingParams(max_tokens=2)], steps=1)
+    calls.clear()
+    with device_thread(CPU):
+        both.runner.use_model(both.rig.model)
+        both.runner.prepare()
+    assert calls == [], "buffers hold rows of the steps before"
 
 
 def test_states_of_linear_attention(tmp_path: Path) -> None:
