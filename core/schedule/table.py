@@ -99,9 +99,10 @@ class SlotTable:
         """Whether any of the slots has an adapter."""
         return bool(self.adapted.any()) and bool(self.adapted[slots].any())
 
-    def growth(self, slots: NDArray64 | NDArray[np.bool_], clip: int) -> int:
-        """Tokens that `slots` may still add to the pool, each counted up to `clip`."""
-        return int((self.limit[slots] - self.least[slots]).clip(0, clip).sum())
+    def growth(self, counted: NDArray[np.bool_], clip: int) -> int:
+        """Return how many tokens the slots that `counted` marks may still add to the pool, at most `clip`
+        each."""
+        return int((self.limit[counted] - self.least[counted]).clip(0, clip).sum())
 
     def queries(self, slots: NDArray64, query_length: int) -> Ints | int:
         """Upper bound of each slot's query tokens in a step with this `query_length`; 1 for slots without
