@@ -77,7 +77,7 @@ class Machine(NamedTuple):
     rank      which of several this is
     paced     the costs of chunks are to be measured
     delta     linear attention
-    ahead     a context in which kernels are compiled side by side and not launched; None: there is none
+    ahead     a context in which kernels are compiled in parallel and not launched; None: there is none
     """
 
     device: torch.device
@@ -318,8 +318,8 @@ class ModelRunner:
         if self._drafts is not None:
             keys += self._drafts.keys([key for key in keys if isinstance(key, Forward)])
         rank = self._machine.rank
-        # Once, while the rows that torch looks up are 0 in all buffers: kernels that are not launched leave
-        # there what was. So not with drafts, and not with ranks, whose exchanges would wait.
+        # At the first capture only: the row indices that torch reads are 0 then. Later the buffers hold those
+        # of earlier steps. Drafted tokens would be arbitrary, and exchanges between ranks would wait.
         ahead, self._machine = self._machine.ahead, self._machine._replace(ahead=None)
         if ahead is not None and rank is None and self._drafts is None:
             with ahead():

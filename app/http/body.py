@@ -58,7 +58,8 @@ async def received(request: web.Request) -> AsyncIterator[bytes]:
 
 
 def _check_head(request: web.Request) -> int:
-    """The limit of a body's size. Raises what `received` does before it reads."""
+    """Check the headers of a body. Returns the limit of its size; raises what `received` does before it
+    reads."""
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     coding = request.headers.get("Transfer-Encoding", "chunked").strip().lower()
     if encoding not in ("identity", "") or coding != "chunked":
@@ -101,7 +102,7 @@ async def decoded(request: web.Request, kind: type[T], empty: bytes = b"", again
     if (whole := _with_head(request)) is not None:
         if again:
             request[BODY] = whole
-        if _small(whole):  # it is decoded before anything else happens, and needs no memory meanwhile
+        if _small(whole):  # the memory of bodies need not count it: it is decoded at once
             return _decoded_here(kind, whole or empty)
         with request.app[INTAKE].reading() as reading:
             request.app[INTAKE].take(reading, len(whole))
@@ -116,8 +117,8 @@ async def decoded(request: web.Request, kind: type[T], empty: bytes = b"", again
 
 
 def _with_head(request: web.Request) -> bytes | None:
-    """A body of up to `INLINE` bytes that came with its head, as most do; None for others. Raises as
-    `received` does before it reads."""
+    """Return the body if it has up to `INLINE` bytes and arrived together with the request's head, as most
+    do, else None. Raises as `received` does before it reads."""
     size = request.content_length
     if BODY in request or size is None or size > INLINE or not request.content.is_eof():
         return None

@@ -44,7 +44,7 @@ SCRATCH = 256 << 20
 
 
 def xqa_call(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
-    """A call of XQA over `kept`, with its kernel for these pages; returns the output [n, heads, dim]."""
+    """Return a function that runs XQA over the pages `kept` and returns its output [n, heads, dim]."""
     from flashinfer.xqa import xqa
 
     rows = len(q)

@@ -10,8 +10,8 @@ from core.schedule.table import SlotTable
 
 
 class SparePages:
-    """The sum over running requests is kept while a step is planned: adding it up for each request that is
-    admitted took a quarter of its admission. Owner: event loop.
+    """Counts these pages. The sum over running requests is kept while a step is planned: computing it again
+    for each admitted request took a quarter of the time of an admission. Owner: event loop.
     """
 
     def __init__(self, table: SlotTable, ratio: NewTokenRatio, page_size: int) -> None:
@@ -19,8 +19,7 @@ class SparePages:
         self._ratio = ratio
         self._page_size = page_size
         self._growth: int | None = None
-        """Tokens that running requests may still add to the pool, each counted up to `CLIP`; None: add them
-        up."""
+        """Tokens that running requests may still add to the pool, at most `CLIP` of each. None: not known."""
 
     def begin(self) -> None:
         """Another step is planned. Until the next one, requests only start or advance by what `add` and
@@ -38,8 +37,8 @@ class SparePages:
             self._growth += _growth(request, end) - _growth(request, start)
 
     def pages(self, request: Request, gone: Collection[Request] = ()) -> int:
-        """Pages to keep free for the output that running requests but `gone`, and this one, are likely to
-        make."""
+        """Return how many pages to keep free for the output that `request` and the running requests, without
+        those in `gone`, are likely to make."""
         active = self._table.active
         if gone:
             active = active.copy()

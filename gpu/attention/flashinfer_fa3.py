@@ -156,7 +156,7 @@ class FlashInferPrefill:
                 cache, (k_side, v_side), self._packed_at, chunks_of(view), view.page_table, size, PACK_TILE,
                 pdl=config.pdl,
             )  # fmt: skip
-        if only_compiling():  # there is no schedule
+        if only_compiling():  # no kernel has written the schedule that FA3 reads
             return
         if self._packed_schedule is not None:
             numbers, offsets = self._packed_schedule

@@ -18,14 +18,13 @@ from core.env import usable_cpus
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Kernels run in Triton's interpreter, which knows no inline assembly."""
 
-
 _AHEAD: ContextVar[bool] = ContextVar("ahead", default=False)
 _ONE = threading.Lock()
-"""Replicas have equal kernels: the first compiles them, the others find them in Triton's cache."""
+"""Held while compiling: replicas have equal kernels, which all but the first find in Triton's cache."""
 
 
 def _kernel(kernel: Any) -> Any:
-    """`kernel`, which within `compiled_ahead` is only compiled."""
+    """Return `kernel`; a call within `compiled_ahead` compiles it and does not launch it."""
 
     def run(*args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return type(kernel).run(kernel, *args, grid=grid, warmup=warmup or _AHEAD.get(), **options)
@@ -47,14 +46,15 @@ def jit_loose(*names: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def only_compiling() -> bool:
-    """Whether kernels are not launched: another library's must not be, where it follows what ours write."""
+    """Return whether this thread is within `compiled_ahead`. A kernel of another library must not be launched
+    then if it reads indices that one of ours writes."""
     return _AHEAD.get()
 
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Compile the kernels that this thread calls within the context, side by side; at its end all are there.
-    None is launched: what they would have written is arbitrary, and no other work may trust it.
+    """Compile the kernels that this thread calls within the context, in parallel; it ends when all are
+    compiled. None is launched, so the tensors that they would have written hold arbitrary values.
 
     Triton compiles a kernel where it is launched first, one after the other. Its compiler holds the GIL for
     a small part of that time. An error is raised where the kernel is launched.

@@ -67,7 +67,7 @@ async def test_bodies_that_stand_still_make_room_the_oldest_first(
 async def test_without_room_a_newcomer_is_told_to_come_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless its body is short and came with its head: that is decoded at once."""
+    """A short body that arrives together with its head needs no room: it is decoded at once."""
     monkeypatch.setattr(body, "INLINE", 100)
     server = await start(ServeConfig(max_body=4096))
     held = server.limit_bodies(5000)

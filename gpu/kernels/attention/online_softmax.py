@@ -17,7 +17,7 @@ SPLIT: tl.constexpr = tl.constexpr(
     " prmt.b32 t, $2, 0, 0x3120; mov.b32 {low, high}, t;"
     " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
-"""Of two pairs of e4m3 in a register: both lower numbers, and both upper ones."""
+"""PTX that converts two pairs of e4m3 in a register to float16: both lower numbers, then both upper ones."""
 
 
 @jit
@@ -72,7 +72,7 @@ def add_tail_scores(
 
 @jit
 def zero_values(N: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """The weighted values of N queries before the first key, as `attend_tile` takes them."""
+    """Return zeros for the weighted values `acc` of N queries, as `attend_tile` takes them."""
     block_d: tl.constexpr = SHAPE.block_d // 2 if SHAPE.paired else SHAPE.block_d
     acc = tl.zeros([N, block_d], tl.float32)
     return (acc, acc) if SHAPE.paired else acc
@@ -80,7 +80,7 @@ def zero_values(N: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
 
 @jit
 def zero_where(ends: tl.tensor, acc: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """Weighted values `acc`, or those before the first key where `ends`."""
+    """Return `acc`, or zeros where `ends`."""
     if SHAPE.paired:
         even, odd = acc
         kept = tl.where(ends, 0.0, even), tl.where(ends, 0.0, odd)
@@ -91,7 +91,7 @@ def zero_where(ends: tl.tensor, acc: tl.tensor, SHAPE: tl.constexpr) -> tl.tenso
 
 @jit
 def columns(acc: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """Weighted values as one tensor [n, block_d]."""
+    """Return the weighted values `acc` as one tensor [n, block_d]."""
     if SHAPE.paired:
         even, odd = acc
         whole = tl.interleave(even, odd)
@@ -102,7 +102,7 @@ def columns(acc: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
 
 @jit
 def _float16_pairs(pairs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The lower and the upper e4m3 numbers of 16-bit `pairs`, in float16."""
+    """Return the lower and the upper e4m3 number of each of the 16-bit `pairs` in float16."""
     if INTERPRETED:
         low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
