@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.models import ClampedGate
 from gpu.lora import LoraExperts
+from gpu.quant import int8
 
 Packed = Literal["", "mxfp4", "int4"]
 """Format of 4-bit weights: MXFP4 or integers; "": the weights have more bits."""
@@ -69,7 +70,7 @@ class Experts(NamedTuple):
     biases: tuple[Tensor, Tensor | None] | None = None
     clamped: ClampedGate | None = None
     choice: Choice = PLAIN
-    matrices: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+    matrices: tuple[Sequence[int8.Packed], Sequence[int8.Packed]] | None = None
 
     @property
     def is_packed(self) -> bool:

@@ -46,6 +46,8 @@ class Linear:
         """`held`: hold the weight so, if its sides allow."""
         outputs = sum(parts.values())
         self._packed, self._packs_int8 = False, held == "int8"
+        self.int8: int8.Packed | None = None
+        """The weight of 8 bits once it is sealed on a CPU; the matrix's is empty then."""
         self._parts = dict(parts)
         weight, scale = _empty(list(parts.values()), inputs, held, dtype, device)
         self.matrix = Matrix(
@@ -57,8 +59,9 @@ class Linear:
         weight, bias, scale, lora = self.matrix
         if self._packed:
             out: torch.Tensor
-            if scale is not None:
-                out = int8.product(x, weight, scale, bias)
+            if self.int8 is not None:
+                assert scale is not None, "8 bits without scales"
+                out = int8.product(x, self.int8, scale, bias)
             else:
                 out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out if ops is None else ops.add_lora(x, lora, out)
@@ -110,7 +113,8 @@ class Linear:
         """
         weight = self.matrix.weight
         if self._packs_int8:
-            self.matrix, self._packed = self.matrix._replace(weight=int8.pack(weight)), True
+            self.matrix = self.matrix._replace(weight=weight.new_empty(0))
+            self.int8, self._packed = int8.pack(weight), True
             return
         packs = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
         packs = packs and weight.device.type == "cpu"

@@ -50,9 +50,7 @@ class CausalModel(ABC):
     def seal(self) -> None:
         """Called once, after filling and before the first forward: the weights are final and may
         be laid out for the device. A tied head becomes a copy where that changes the layout."""
-        self._parameters.places.clear()  # they would keep the former layout alive
-        for seal in self._parameters.seals:
-            seal()
+        self._parameters.seal()
 
     def places(self) -> Places:
         """Every checkpoint name the model wants and the view it fills; none once it is sealed. A tied head

@@ -88,9 +88,7 @@ class DraftModel(ABC):
         own, shared = self.embedding, self._target.embedding
         if isinstance(own, Tensor) and isinstance(shared, Tensor) and _equal(own, shared):
             self.embedding = shared  # some checkpoints carry a copy: up to a gigabyte
-        self._parameters.places.clear()  # they would keep the former layout alive
-        for seal in self._parameters.seals:
-            seal()
+        self._parameters.seal()
 
 
 def _equal(own: Tensor, shared: Tensor) -> bool:

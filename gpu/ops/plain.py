@@ -250,14 +250,19 @@ def _add_to_pairs(x: Tensor, chosen: Tensor, lora: LoraMatrix | None, rows: Lora
 
 
 def _by_expert(
-    x: Tensor, chosen: Tensor, weight: Tensor | Sequence[Tensor], scale: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    chosen: Tensor,
+    weight: Tensor | Sequence[int8.Packed],
+    scale: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Products [n * k, outputs] of each pair of a row and one of its experts, `chosen` [n, k], with the
     expert's `weight`; `x` has a row for each k pairs or for each pair."""
     # Pairs sorted by expert: each expert's become one contiguous run.
     order = chosen.flatten().argsort()
     counts = torch.bincount(chosen.flatten(), minlength=len(weight)).tolist()
-    out = x.new_empty(len(order), weight[0].shape[1 if weight[0].is_mkldnn else 0])
+    some = weight[0]
+    out = x.new_empty(len(order), some.outputs if isinstance(some, int8.Packed) else len(some))
     each = len(order) // max(len(x), 1)
     first = 0
     for expert, count in enumerate(counts):
@@ -265,12 +270,15 @@ def _by_expert(
             pairs = order[first : first + count]
             rows, own = x[pairs // each], weight[expert]
             more, by = (None if each is None else each[expert] for each in (bias, scale))
-            if by is not None and own.dtype == torch.int16:
-                own, by = _restored(own, by, x.shape[1]).to(x.dtype), None
-            if by is None:
+            if isinstance(own, int8.Packed):
+                assert by is not None, "8 bits without scales"
+                out[pairs] = int8.product(rows, own, by, more)
+            elif by is None:
                 out[pairs] = F.linear(rows, own, more)
+            elif own.dtype == torch.int16:
+                out[pairs] = F.linear(rows, _restored(own, by, x.shape[1]).to(x.dtype), more)
             else:
-                out[pairs] = (int8.product if own.is_mkldnn else product)(rows, own, by, more)
+                out[pairs] = product(rows, own, by, more)
             first += count
     return out
 

@@ -39,7 +39,7 @@ def quantise(x: Tensor, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
     f = x.float()
     scale = f.abs().amax(-1).clamp(min=LEAST) / (TOP_INT8 if dtype == INT8 else TOP)
     f = f / scale[..., None]
-    return (f.round() if dtype == INT8 else f).to(dtype), scale
+    return (f.round_() if dtype == INT8 else f).to(dtype), scale
 
 
 def quantise_groups(x: Tensor) -> tuple[Tensor, Tensor]:

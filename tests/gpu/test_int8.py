@@ -3,7 +3,7 @@ models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -52,8 +52,22 @@ def exact(x: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor) -> torch.
     return x.double() @ numbers.double().t() * scale.double()
 
 
+@pytest.fixture(params=["onednn", "fbgemm"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each of those that multiply, whatever this CPU prefers; FBGEMM in more blocks than one."""
+    name, before = request.param, torch.backends.quantized.engine
+    if name not in torch.backends.quantized.supported_engines:
+        pytest.skip(f"torch was built without {name}")
+    monkeypatch.setattr(int8, "by_onednn", lambda: name == "onednn")
+    monkeypatch.setattr(int8, "BLOCK", 576 * 400)
+    torch.backends.quantized.engine = name
+    yield
+    torch.backends.quantized.engine = before
+
+
 @pytest.mark.parametrize("rows", [1, 2, 17, int8.ROWS, int8.ROWS + 1])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (100, 7), (576, 960)])
+@pytest.mark.usefixtures("library")
 def test_a_product_is_that_of_the_weights(rows: int, inputs: int, outputs: int) -> None:
     """Activations are rounded to parts of the largest of their row, 8,127 a side, and nothing else is."""
     torch.manual_seed(rows)
@@ -68,6 +82,7 @@ def test_a_product_is_that_of_the_weights(rows: int, inputs: int, outputs: int) 
     assert torch.equal(found[0], bias)
 
 
+@pytest.mark.usefixtures("library")
 def test_the_largest_numbers_do_not_overflow() -> None:
     """Sums of pairs fit into 16 bits, where a CPU adds them so, and all of them into 32."""
     inputs = 8960
@@ -81,11 +96,13 @@ def test_the_largest_numbers_do_not_overflow() -> None:
     )
 
 
+@pytest.mark.usefixtures("library")
 def test_no_rows() -> None:
     numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
     assert int8.product(torch.zeros(0, 32), int8.pack(numbers), scale).shape == (0, 16)
 
 
+@pytest.mark.usefixtures("library")
 def test_what_is_no_number_stays_none() -> None:
     numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
     x = torch.ones(3, 32)
@@ -167,8 +184,10 @@ def linears(model: CausalModel) -> list[Linear]:
 
 def bytes_of(model: CausalModel) -> int:
     """Bytes of the matrices of a sealed model. An opaque matrix counts by its shape."""
-    matrices = [linear.matrix.weight for linear in linears(model)]
-    return sum(each.numel() * each.element_size() for each in matrices)
+    plain = [linear.matrix.weight for linear in linears(model)]
+    return sum(each.numel() * each.element_size() for each in plain) + sum(
+        linear.int8.numel() for linear in linears(model) if linear.int8 is not None
+    )
 
 
 def tied_gguf(folder: Path) -> Path:
@@ -350,7 +369,7 @@ def test_experts_are_held_in_8_bits(make: Callable[[Path], Path], tmp_path: Path
     for experts in found:
         assert not len(experts.w13)
         assert not len(experts.w2)
-        assert {each.dtype for matrices in experts.matrices for each in matrices} == {torch.int8}
+        assert {type(each) for matrices in experts.matrices for each in matrices} == {int8.Packed}
         assert {len(matrices) for matrices in experts.matrices} == {model.spec.moe.experts}
 
 
