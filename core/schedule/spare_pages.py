@@ -37,8 +37,8 @@ class SparePages:
             self._growth += _growth(request, end) - _growth(request, start)
 
     def pages(self, request: Request, gone: Collection[Request] = ()) -> int:
-        """Return how many pages to keep free for the output that `request` and the running requests, without
-        those in `gone`, are likely to make."""
+        """Return how many pages to keep free: those that the expected output of `request` and of the running
+        requests needs. Requests in `gone` do not count."""
         active = self._table.active
         if gone:
             active = active.copy()

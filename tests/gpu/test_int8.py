@@ -183,10 +183,11 @@ def linears(model: CausalModel) -> list[Linear]:
 
 
 def bytes_of(model: CausalModel) -> int:
-    """Bytes of the matrices of a sealed model. An opaque matrix counts by its shape."""
+    """Bytes of the matrices of a sealed model. A packed matrix counts by its shape."""
     plain = [linear.matrix.weight for linear in linears(model)]
+    packed = [linear.int8 for linear in linears(model) if linear.int8 is not None]
     return sum(each.numel() * each.element_size() for each in plain) + sum(
-        linear.int8.numel() for linear in linears(model) if linear.int8 is not None
+        each.outputs * each.inputs for each in packed
     )
 
 
@@ -403,6 +404,16 @@ def test_text_is_that_of_the_dequantised_model(
     path = make(tmp_path)
     adapter = lora.save(lora.adapter_for(path), tmp_path / "lora") if adapts else None
     alike(answers(path, AUTO, tp, adapter), answers(path, EXACT, adapter=adapter))
+
+
+@pytest.mark.usefixtures("library")
+def test_text_does_not_depend_on_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole engine: matrices in several blocks, products in several parts, and two ranks."""
+    monkeypatch.setattr("gpu.quant.int8.BLOCK", 3 * 128)
+    monkeypatch.setattr("gpu.quant.int8.LEAST_ROWS", 5)
+    monkeypatch.setattr("gpu.quant.int8.ROWS", 9)
+    path = experts_gguf(tmp_path)
+    alike(answers(path, AUTO, tp=2), answers(path, EXACT))
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no products of bfloat16")

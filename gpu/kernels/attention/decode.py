@@ -79,7 +79,7 @@ LANES = 64
 accumulators as leave two programs of a multiprocessor room in its registers."""
 
 COARSE_LANES = 32
-"""The same of float8 pages: with 64, 232 bytes a thread are spilled."""
+"""`LANES` for float8 pages. With 64 the registers do not suffice: each thread spills 232 bytes."""
 
 WIDE_LANES = 16
 """The same where heads are wider than 128 or elements than 2 bytes: with 32, 3 KB a thread are spilled."""

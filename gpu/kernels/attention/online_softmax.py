@@ -72,7 +72,7 @@ def add_tail_scores(
 
 @jit
 def zero_values(N: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return zeros for the weighted values `acc` of N queries, as `attend_tile` takes them."""
+    """Return the initial accumulator `acc` of N queries for `attend_tile`: zeros."""
     block_d: tl.constexpr = SHAPE.block_d // 2 if SHAPE.paired else SHAPE.block_d
     acc = tl.zeros([N, block_d], tl.float32)
     return (acc, acc) if SHAPE.paired else acc

@@ -41,7 +41,7 @@ except AttributeError as error:
 
 
 def test_they_are_all_there_at_the_end_and_were_not_launched(tmp_path: Path) -> None:
-    """In a process without Triton's interpreter, which compiles nothing."""
+    """Runs in a process of its own: with Triton's interpreter, which the tests use, nothing is compiled."""
     unset = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
