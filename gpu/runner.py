@@ -14,6 +14,7 @@ processors. Nothing here waits for the device.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -52,7 +53,7 @@ from gpu.state.view import ChunkRow, PackedRows, StepView, place
 from gpu.step.begin import BeginStep
 from gpu.step.buffers import StepBuffers
 from gpu.step.costs import is_late, measure_chunks
-from gpu.step.graphs import Launcher, Launches, Work
+from gpu.step.graphs import Launcher, Launches, Work, collect_frozen
 from gpu.step.launched import Answer, LaunchedStep, Marks, mark
 from gpu.step.paths import PathMover
 from gpu.step.rings import Entries, Rings, Ticket
@@ -367,9 +368,12 @@ class ModelRunner:
     def use_model(self, model: CausalModel | None) -> None:
         """See `gpu.maintenance.Replaceable`. Graphs hold the addresses of weights and pages: both go."""
         self._launches = None
+        before = None if self._model is None else weakref.ref(self._model)
         self._model = model
         if self._drafts is not None:
             self._drafts.drafter.use_model(model)
+        if before is not None and before() not in (None, model):
+            collect_frozen()
 
     def use_pool(self, pool: KvPool | None) -> None:
         """See `gpu.maintenance.Replaceable`."""

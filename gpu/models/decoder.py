@@ -153,6 +153,21 @@ def distinct_layers(kinds: Sequence[Hashable]) -> list[int]:
     return sorted({0, len(kinds) - 1} | {i + step for i in first.values() for step in (0, 1)})
 
 
+class _TableLora:
+    """What adapters add to the embedding.
+
+    `Parameters` holds its method. One of the decoder, which holds `Parameters`, would make a cycle: a model
+    that sleeps or is replaced would keep its weights until the garbage collector finds them, and the server
+    freezes what is there at its start.
+    """
+
+    matrix: LoraMatrix | None = None
+
+    def adapt(self, lora: LoraMatrix) -> None:
+        """Add this in steps with adapters."""
+        self.matrix = lora
+
+
 class Decoder(CausalModel):
     """The Llama lineage: models that generate, those below their head, and those with one for classes."""
 
@@ -174,10 +189,10 @@ class Decoder(CausalModel):
             )
         else:
             self.embedding = table if shard.ranks == 1 else table.part(own.start, spec.vocab_rows)
-        self._table_lora: LoraMatrix | None = None
+        self._table_lora = _TableLora()
         slices = {} if shard.ranks == 1 else {TABLE: own.transposed}
         shape = LoraShape({TABLE: spec.hidden}, spec.vocab_rows, slices=slices)
-        parameters.adaptable.append(Adaptable(shape, self._adapt_table))
+        parameters.adaptable.append(Adaptable(shape, self._table_lora.adapt))
         self._norm = RmsNorm(spec, "model.norm", parameters)
         # Rounded as if it were multiplied into the table, which the head may share.
         self._table_scale = torch.tensor(spec.table_scale, dtype=dtype).item()
@@ -213,7 +228,7 @@ class Decoder(CausalModel):
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
         rotations = self._rotations(ctx)
-        residual = scaled(ctx.ops.embed(self.embedding, ids, self._table_lora), self._table_scale)
+        residual = scaled(ctx.ops.embed(self.embedding, ids, self._table_lora.matrix), self._table_scale)
         if ctx.embedded is not None:
             residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
         residual = scaled(residual, self.spec.embedding_scale)
@@ -254,6 +269,3 @@ class Decoder(CausalModel):
         found = scaled(self._head.to_float32(hidden, ops), self.spec.logits_scale)
         cap = self.spec.logits_cap
         return found.div_(cap).tanh_().mul_(cap) if cap else found
-
-    def _adapt_table(self, lora: LoraMatrix) -> None:
-        self._table_lora = lora

@@ -49,6 +49,16 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def collect_frozen() -> None:
+    """Collect garbage also among the objects that the server froze at its start: a model whose parts refer to
+    each other would keep its weights."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()
+
+
 class CudaGraphs:
     """All graphs share one memory pool: they run one at a time, and what one leaves in it no other reads.
 

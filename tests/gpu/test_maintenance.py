@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import struct
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +35,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.build("llama", tmp_path_factory.mktemp("llama")).path
 
 
-@pytest.fixture
-def executor(path: Path) -> LocalExecutor:
-    made = build_executor(
+def make_executor(path: Path) -> LocalExecutor:
+    return build_executor(
         spec_of(path),
         path,
         ModelConfig(),
@@ -42,6 +44,11 @@ def executor(path: Path) -> LocalExecutor:
         ScheduleConfig(),
         lambda stage, share: None,
     )
+
+
+@pytest.fixture
+def executor(path: Path) -> LocalExecutor:
+    made = make_executor(path)
     made.start(lambda: None)
     return made
 
@@ -86,6 +93,25 @@ def test_answers_come_in_the_order_of_work_and_memory_comes_back(executor: Local
     )
     assert (slept, woke) == (CommandDone(7), CommandDone(8))
     assert token(first) == token(second)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3-moe", "gpt2"])
+def test_weights_that_sleep_are_freed(variant: str, tmp_path: Path) -> None:
+    """Also those of a model in cycles, as `transformers` builds some, which the server has frozen."""
+    path = tiny_model.build(variant, tmp_path).path
+    answered = threading.Event()
+    executor = make_executor(path)
+    executor.start(answered.set)
+    try:
+        model = weakref.ref(executor._workers[0]._runner._model)
+        gc.freeze()
+        executor.command(command(1, "sleep"))
+        assert answered.wait(60)
+        assert executor.results() == [CommandDone(1)]
+        assert model() is None
+    finally:
+        gc.unfreeze()
+        executor.close()
 
 
 def test_other_weights_of_the_same_shape_change_the_answer(executor: LocalExecutor, path: Path) -> None:
