@@ -30,9 +30,8 @@ from gpu.layers.moe import experts_held
 from gpu.memory import page_dtype
 from gpu.ops.base import Ops
 from gpu.ops.fused import Kernels, TritonOps
-from gpu.ops.nodes import NodeOps
 from gpu.ops.peers import PeerOps
-from gpu.ops.ranks import TableOps
+from gpu.ops.ranks import RankOps, TableOps
 from gpu.parts import Parts
 from gpu.peers import PeerRank
 from gpu.ranks import Rank
@@ -80,7 +79,7 @@ def _captured_runner(
     attention, plain, pdl = _layers(spec, parts, model, cache, samples, query)
     ops: MakeOps = plain
     if rank is not None:
-        kind = PeerOps if isinstance(rank, PeerRank) else NodeOps
+        kind = PeerOps if isinstance(rank, PeerRank) else RankOps
         ops = partial(with_rank, plain, kind, rank, spec.vocab_size)
     launcher = CudaGraphs if schedule.cuda_graphs and not spec.uncaptured else Plain
     padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts, shape.adapters)
@@ -160,7 +159,7 @@ def _layers(
 def with_rank(
     make: Callable[[KvPool], Callable[[StepView], TritonOps]], kind: Any, rank: Rank, vocab: int, pool: KvPool
 ) -> Callable[[StepView], Ops]:
-    """Makes the operations of a step's layers as those of a `rank`, of `kind` PeerOps, NodeOps or
+    """Makes the operations of a step's layers as those of a `rank`, of `kind` PeerOps, RankOps or
     TableOps."""
     own = make(pool)
     return lambda view: kind(own(view), rank, vocab)

@@ -21,6 +21,7 @@ from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
+from gpu.kernels.attention.decode_config import decode_config
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import gemv, skinny
 from gpu.kernels.moe import fused as moe
@@ -235,7 +236,7 @@ def attention() -> Iterator[Check]:
         kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
         rows, live = len(lengths), len(lengths) - (len(lengths) > 2)
         q = _randn(rows, heads.q, heads.dim)
-        config = decode.decode_config(
+        config = decode_config(
             heads.dim, heads.kv, _processors(), rows, group=heads.q // heads.kv, few=bool(skip)
         )
         held = scalar(skip, DEVICE) if skip else None
@@ -398,7 +399,7 @@ def shared_prefix() -> Iterator[Check]:
         q, scale = _randn(rows, heads.q, heads.dim), heads.dim**-0.5
         cache, shared = (kept.k, kept.v), scalar(common, DEVICE)
         group = heads.q // heads.kv
-        config = decode.decode_config(heads.dim, heads.kv, _processors(), rows, group=group, few=True)
+        config = decode_config(heads.dim, heads.kv, _processors(), rows, group=group, few=True)
         plan = decode.plan_decode(kept.slots, kept.lengths[kept.slots], config, skip=shared)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         lse = torch.zeros(rows, heads.q, device=DEVICE)

@@ -37,6 +37,7 @@ from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, latent, prefill, prefill_merge, prefill_plan
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
+from gpu.kernels.attention.decode_config import latent_config, verify_config
 from gpu.kernels.attention.pages import Pages, latent_parts
 from gpu.kernels.gemm import gemv, int4, int4_gemv, scaled, skinny
 from gpu.kernels.jit import cdiv
@@ -85,7 +86,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def attention(
         page: int, size: Heads, query: int = 1, sinks: bool = False, dtype: torch.dtype = DTYPE
     ) -> None:
-        config = decode.verify_config(
+        config = verify_config(
             size.dim, size.kv, 132, 256 * query, query, group=size.q // size.kv, coarse=dtype != DTYPE
         )
         slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
@@ -124,7 +125,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
 
     def latent_rows(heads: int) -> None:
         parts = latent_parts(heads)
-        config = decode.latent_config(parts, 132)
+        config = latent_config(parts, 132)
         slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
         plan = decode.plan_decode(slots, lengths, config, num_rows=n, pdl=pdl)
         space = decode.decode_workspace(256, heads, parts, 512, config, CPU)
@@ -227,12 +228,15 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
             return
         int4.int4_gemm(x, weight, scale, None, config, counters, gated=both, pdl=pdl)
 
-    def gemv_case(rows: int, name: str) -> None:
+    def gemv_case(rows: int, name: str, norm: bool = False, other: bool = False) -> None:
+        """`norm` in front; with `other` its rows are stored, or the product is added to a residual."""
         outputs, size, both = inputs.LINEARS[name]
         weight = empty(outputs, size)
         config = gemv.gemv_config(rows, weight, both)
         assert config is not None
-        gemv.gemv(empty(rows, size), weight, None, config, gated=both, pdl=pdl)
+        x, by = empty(rows, size), (empty(size), 1e-6) if norm else None
+        to, normed = empty(rows, outputs) if other and not norm else None, x if other and norm else None
+        gemv.gemv(x, weight, None, config, gated=both, norm=by, residual=to, normed=normed, pdl=pdl)
 
     def skinny_case(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]
@@ -305,6 +309,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "norm, added": lambda: norm.add_normed(x, x, x[0], 1e-6, num_rows=n, pdl=pdl),
         "norm of all heads": wide_norm,
         "linear 1": lambda: gemv_case(1, "8B o"),
+        "linear 1, added": lambda: gemv_case(1, "8B o", other=True),
+        "linear 1, normed": lambda: gemv_case(1, "8B qkv", norm=True),
+        "linear 1, router, normed": lambda: gemv_case(1, "30B-A3B router", norm=True, other=True),
+        "linear 1, gated, normed": lambda: gemv_case(1, "8B gate_up", norm=True),
         "linear 2": lambda: gemv_case(2, "8B down"),
         "linear 32": lambda: gemv_case(32, "30B-A3B router"),
         "linear gated": lambda: gemv_case(2, "8B gate_up"),

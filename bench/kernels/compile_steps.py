@@ -14,6 +14,7 @@ import torch
 from core.config import MAX_NODES
 from core.models import LinearSpec
 from gpu.kernels.attention import decode
+from gpu.kernels.attention.decode_config import verify_config
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.delta import gated_delta
 from gpu.kernels.ngram import look_up
@@ -99,7 +100,7 @@ class _Step:
     def attend(self, pdl: bool) -> None:
         """Attention to rows with drafts."""
         query, kv = self.decode.query, 8
-        config = decode.verify_config(128, kv, 132, self.decode.tokens, query, group=4)
+        config = verify_config(128, kv, 132, self.decode.tokens, query, group=4)
         view = self.buffers.view(self.decode)
         both = torch.empty(64 * PAGE, 2, kv, 128, dtype=torch.bfloat16)
         plan = decode.plan_decode(

@@ -23,6 +23,7 @@ from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
+from gpu.kernels.attention.decode_config import DecodeConfig, decode_config
 from gpu.kernels.gemm.gemv import GemvConfig, gemv, gemv_config
 from gpu.kernels.gemm.skinny import SkinnyConfig, skinny_config, skinny_gemm, split_k_counters
 from gpu.kernels.moe import fused as moe
@@ -63,7 +64,7 @@ def elementwise() -> Iterator[Row]:
 
 
 def _decode_calls(
-    heads: Heads, page: int, lengths: list[int], config: decode.DecodeConfig, sets: int
+    heads: Heads, page: int, lengths: list[int], config: DecodeConfig, sets: int
 ) -> list[Callable[[], Tensor]]:
     rows = len(lengths)
     calls: list[Callable[[], Tensor]] = []
@@ -78,7 +79,7 @@ def _decode_calls(
 
 
 def _decode_row(
-    name: str, heads: Heads, page: int, lengths: list[int], config: decode.DecodeConfig, goal: str
+    name: str, heads: Heads, page: int, lengths: list[int], config: DecodeConfig, goal: str
 ) -> Row:
     moved = 2 * sum(lengths) * heads.kv * heads.dim * 2
     # Enough sets to exceed the 50 MB of L2 several times.
@@ -94,21 +95,21 @@ def _decode_row(
 def attention() -> Iterator[Row]:
     """Decode attention: the default config at many sizes, other configs at three."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    base = decode.decode_config(128, 4, processors)
+    base = decode_config(128, 4, processors)
     goal = "(goal 3.9 TB/s, 91%)"
     mixed = [100, 8000, 300, 1500] * 16
     for page in (1, 16, 64):
         yield _decode_row("paged_decode", Heads(), page, [1024] * 256, base, goal if page == 16 else "")
     for lengths in ([1024], [128], [32_768], [1024] * 32, [8192] * 64, [128] * 512, mixed):
-        config = decode.decode_config(128, 4, processors, len(lengths))
+        config = decode_config(128, 4, processors, len(lengths))
         yield _decode_row("paged_decode", Heads(), 16, lengths, config, "")
     for heads in (Heads(32, 8, 128), Heads(16, 8, 256), Heads(14, 2, 64)):
-        config = decode.decode_config(heads.dim, heads.kv, processors, group=heads.q // heads.kv)
+        config = decode_config(heads.dim, heads.kv, processors, group=heads.q // heads.kv)
         yield _decode_row("paged_decode", heads, 16, [1024] * 256, config, "")
     for lengths in ([1024] * 256, [8192] * 64, [1024]):
         rows = []
         for tile, warps, stages, resident in CUTS:
-            config = decode.DecodeConfig(tile, warps, stages, max(resident * processors // 4, 1), 1)
+            config = DecodeConfig(tile, warps, stages, max(resident * processors // 4, 1), 1)
             rows.append(_decode_row("decode cut", Heads(), 16, lengths, config, ""))
         yield from sorted(rows, key=lambda row: row.us)[:4]
     slots, lens = torch.arange(1, 513, device=DEVICE), torch.full((514,), 1000, device=DEVICE)
@@ -135,7 +136,7 @@ PREFIX_CUTS = tuple(
 
 def compile_decode(cut: tuple[int, int, int, int]) -> None:
     """For the pool of `tune.compile_all`: decode attention at one of CUTS."""
-    heads, config = Heads(), decode.DecodeConfig(*cut[:3], 66)
+    heads, config = Heads(), DecodeConfig(*cut[:3], 66)
     kept, q = _blank(heads, 256), torch.empty(256, heads.q, heads.dim, dtype=DTYPE)
     with compiling():
         plan = decode.plan_decode(kept.slots, kept.slots, config)

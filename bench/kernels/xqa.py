@@ -19,12 +19,8 @@ from bench.kernels import inputs
 from bench.kernels.inputs import Heads, Pages
 from bench.kernels.timing import BANDWIDTH, Row, microseconds
 from bench.results import save
-from gpu.kernels.attention.decode import (
-    decode_config,
-    decode_workspace,
-    paged_decode,
-    plan_decode,
-)
+from gpu.kernels.attention.decode import decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode_config import decode_config
 
 PAGE = 16
 

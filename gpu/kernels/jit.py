@@ -115,6 +115,12 @@ def true_rows(num_rows: tl.tensor, rows: int) -> tl.tensor:
 
 
 @jit
+def add_pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Of `tl.reduce`: sums of two tensors at once."""
+    return a + c, b + d
+
+
+@jit
 def load_record(at: tl.tensor, COUNT: tl.constexpr, CACHE: tl.constexpr) -> tl.tensor:
     """A tuple of `COUNT` numbers from `at` on, loaded with the cache modifier CACHE."""
     found: tl.tensor = ()

@@ -8,7 +8,7 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.norm import norm_weight
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import HeadNorms, Matrix, Rotation, WideNorms
+from gpu.ops.base import HeadNorms, Input, Matrix, Part, Rotation, WideNorms
 from gpu.shard import COLUMN, ROW
 
 
@@ -48,7 +48,7 @@ class Attention:
             k = parameters.tensor(names[1], spec.kv_size, split=COLUMN, copies=spec.kv_copies)
             self._wide = (q, k, spec.norm_eps)
 
-    def attend(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, ctx: ForwardContext, rotation: Rotation, x: Input) -> torch.Tensor:
         """Attention output of the heads for `x` [n, inputs]: [n, heads * head_dim]."""
         ops = ctx.ops
         qkv = self._qkv(x, ops)
@@ -75,6 +75,6 @@ class Attention:
         nothing."""
         ctx.ops.store(self._layer, kv, self._heads[1], rotation, self._norms)
 
-    def project(self, ctx: ForwardContext, found: torch.Tensor) -> torch.Tensor:
-        """Output projection of the heads' output: [n, hidden]."""
-        return self._out(found, ctx.ops)
+    def project(self, ctx: ForwardContext, found: torch.Tensor) -> Part:
+        """Output projection of the heads' output: [n, hidden], or what the next norm makes it of."""
+        return self._out.part(found, ctx.ops)

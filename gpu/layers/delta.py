@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from core.models import LinearSpec, ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import Rotation
+from gpu.ops.base import Input, Part, Rotation
 from gpu.shard import COLUMN, ROW
 from gpu.state.recurrent import DeltaInputs
 
@@ -46,7 +46,7 @@ class GatedDeltaNet:
         )
         self._norm = parameters.tensor(f"{prefix}norm.weight", linear.value_dim)
 
-    def attend(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, ctx: ForwardContext, rotation: Rotation, x: Input) -> torch.Tensor:
         """Output of the heads for `x` [n, hidden]: [n, value_heads * value_dim]. It has no positions."""
         assert ctx.states is not None, "linear attention in a step without states"
         wide, narrow = self._wide(x, ctx.ops), self._narrow(x, ctx.ops)
@@ -56,7 +56,7 @@ class GatedDeltaNet:
         found = ctx.states.mix(self._layer, inputs)
         normed = F.rms_norm(found.float(), found.shape[-1:], eps=self._eps).to(found.dtype) * self._norm
         gated = normed * F.silu(z.float().view_as(found))
-        return gated.to(x.dtype).flatten(1)
+        return gated.to(qkv.dtype).flatten(1)
 
     def _apart(self, wide: torch.Tensor, narrow: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values together [n, channels], the gate of the output [n, value_size], and what
@@ -73,6 +73,6 @@ class GatedDeltaNet:
         b, a = (part.flatten(1) for part in torch.split(narrow.view(len(wide), heads, -1), each, -1))
         return torch.cat(qkv, -1), z, b, a
 
-    def project(self, ctx: ForwardContext, found: torch.Tensor) -> torch.Tensor:
-        """Output projection of the heads' output: [n, hidden]."""
-        return self._out(found, ctx.ops)
+    def project(self, ctx: ForwardContext, found: torch.Tensor) -> Part:
+        """Output projection of the heads' output: [n, hidden], or what the next norm makes it of."""
+        return self._out.part(found, ctx.ops)

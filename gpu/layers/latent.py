@@ -9,7 +9,7 @@ from gpu.context import ForwardContext
 from gpu.layers.linear import Linear
 from gpu.layers.norm import norm_weight
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import LatentNorm, Rotation
+from gpu.ops.base import Input, LatentNorm, Part, Rotation
 from gpu.shard import COLUMN, ROW
 
 EPS = 1e-6
@@ -49,10 +49,11 @@ class LatentAttention:
         values, out = spec.heads * latent.value_dim, {"o_proj": spec.hidden}
         self._out = parameters.linear(prefix, values, out, spec.out_bias, spec.held, ROW)
 
-    def attend(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, ctx: ForwardContext, rotation: Rotation, x: Input) -> torch.Tensor:
         """Attention output of the heads for `x` [n, hidden]: [n, heads * value_dim]."""
-        ops, spec, (n, rank) = ctx.ops, self._spec, (len(x), self._latent.kv_rank)
-        kv = self._kv(x, ops)
+        ops, spec, rank = ctx.ops, self._spec, self._latent.kv_rank
+        x = ops.complete(x)
+        n, kv = len(x), self._kv(x, ops)
         if self._q_down is not None:
             x = ops.add_rms_norm(None, self._q_down(x, ops), self._q_norm, EPS)
         heads = self._q(x, ops).view(n, spec.heads, -1)
@@ -65,6 +66,6 @@ class LatentAttention:
         torch.bmm(by_head, self._values.transpose(1, 2), out=out.transpose(0, 1))
         return out.flatten(1)
 
-    def project(self, ctx: ForwardContext, found: torch.Tensor) -> torch.Tensor:
-        """Output projection of the heads' output: [n, hidden]."""
-        return self._out(found, ctx.ops)
+    def project(self, ctx: ForwardContext, found: torch.Tensor) -> Part:
+        """Output projection of the heads' output: [n, hidden], or what the next norm makes it of."""
+        return self._out.part(found, ctx.ops)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from core.models import Held, Int4
 from gpu.device import multiplies_bfloat16
 from gpu.lora import LoraMatrix
-from gpu.ops.base import Matrix, Ops
+from gpu.ops.base import Input, Matrix, Ops, Part, PendingProduct
 from gpu.ops.plain import gate
 from gpu.quant import int8
 from gpu.quant.int4 import WORD, span
@@ -54,9 +54,12 @@ class Linear:
             weight, torch.empty(outputs, dtype=dtype, device=device) if bias else None, scale
         )
 
-    def __call__(self, x: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
+    def __call__(self, x: Input, ops: Ops | None = None) -> torch.Tensor:
         """[n, inputs] to [n, outputs], by this step's operations where they are given."""
         weight, bias, scale, lora = self.matrix
+        if ops is not None and not self._packed:
+            return ops.linear(x, self.matrix)
+        assert isinstance(x, torch.Tensor), "a norm is left to operations alone"
         if self._packed:
             out: torch.Tensor
             if self.int8 is not None:
@@ -65,12 +68,20 @@ class Linear:
             else:
                 out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out if ops is None else ops.add_lora(x, lora, out)
-        if ops is None:
-            assert scale is None, "products of 8 bits need this step's operations"
-            return F.linear(x, weight, bias)
-        return ops.linear(x, self.matrix)
+        assert scale is None, "products of 8 bits need this step's operations"
+        return F.linear(x, weight, bias)
 
-    def gated(self, x: torch.Tensor, ops: Ops, activation: str) -> torch.Tensor:
+    def route(self, x: Input, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product as router logits, and `x` as a tensor for the experts."""
+        if self._packed:
+            return self(x, ops), ops.complete(x)
+        return ops.route(x, self.matrix)
+
+    def part(self, x: torch.Tensor, ops: Ops) -> Part:
+        """The product as a part of the residual, which the next norm may run."""
+        return self(x, ops) if self._packed else PendingProduct(x, self.matrix)
+
+    def gated(self, x: Input, ops: Ops, activation: str) -> torch.Tensor:
         """activation(first half) · second half of the product: [n, inputs] to [n, outputs / 2]."""
         if self._packed:
             return gate(self(x, ops), activation)
@@ -142,12 +153,12 @@ class Linear:
         return found
 
 
-def gated_mlp(x: torch.Tensor, up: Linear, down: Linear, ops: Ops, activation: str) -> torch.Tensor:
+def gated_mlp(x: Input, up: Linear, down: Linear, ops: Ops, activation: str) -> Part:
     """down(activation(first half) · second half of `up`'s product): [n, hidden] to [n, hidden]. Of few rows
     at a time where products are: what lies between would be by far a long prompt's largest activation."""
     step = min(up.rows, down.rows)
-    if not step or len(x) <= step:
-        return down(up.gated(x, ops, activation), ops)
+    if not step or not isinstance(x, torch.Tensor) or len(x) <= step:
+        return down.part(up.gated(x, ops, activation), ops)
     out = torch.empty_like(x)
     for first in range(0, len(x), step):
         rows = slice(first, first + step)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.linear import gated_mlp
 from gpu.layers.parameters import Parameters
+from gpu.ops.base import Input, Part
 from gpu.shard import COLUMN, ROW
 
 
@@ -21,6 +20,6 @@ class Mlp:
         self._gate_up = parameters.linear(prefix, spec.hidden, up, spec.mlp_bias, spec.held, COLUMN)
         self._down = parameters.linear(prefix, spec.intermediate, down, spec.mlp_bias, spec.held, ROW)
 
-    def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] to [n, hidden]."""
+    def __call__(self, ctx: ForwardContext, x: Input) -> Part:
+        """[n, hidden] to [n, hidden], or to what the next norm makes it of."""
         return gated_mlp(x, self._gate_up, self._down, ctx.ops, self._activation)

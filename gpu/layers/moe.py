@@ -14,7 +14,7 @@ from gpu.experts import Choice, Experts, Packed
 from gpu.layers.linear import Linear, gated_mlp
 from gpu.layers.parameters import Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
-from gpu.ops.base import Part
+from gpu.ops.base import Input, Part
 from gpu.quant import int8, mxfp4
 from gpu.quant.int4 import WORD
 from gpu.quant.scaled import INT8, dtype_of, scale_shape
@@ -108,9 +108,13 @@ class SparseMlp:
     def _adapt_down(self, lora: LoraMatrix) -> None:
         self._experts = self._experts._replace(lora=self._experts.lora._replace(down=lora))
 
-    def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> Part:
+    def __call__(self, ctx: ForwardContext, x: Input) -> Part:
         """[n, hidden] to [n, hidden], or to what the next norm makes it of."""
-        logits = self._router.to_float32(x, ctx.ops) if self._exact else self._router(x, ctx.ops)
+        if self._exact:
+            x = ctx.ops.complete(x)
+            logits = self._router.to_float32(x, ctx.ops)
+        else:
+            logits, x = self._router.route(x, ctx.ops)
         if ctx.routes is not None:
             ctx.routes.append(ctx.ops.routes(logits, self._experts))
         return ctx.ops.experts(x, logits, self._experts)
@@ -221,5 +225,5 @@ class SharedExpert:
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
-        found = gated_mlp(x, self._gate_up, self._down, ctx.ops, self._activation)
+        found = ctx.ops.complete(gated_mlp(x, self._gate_up, self._down, ctx.ops, self._activation))
         return found if self._gate is None else found.mul_(self._gate(x, ctx.ops).sigmoid())

@@ -7,7 +7,7 @@ import torch
 from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import Part
+from gpu.ops.base import Input, Part
 
 
 class RmsNorm:
@@ -23,6 +23,12 @@ class RmsNorm:
         """Add `part`, if any, to `residual` [n, hidden] in place and norm the sum: a new [n, hidden]. The sum
         is also stored in `keep` [n, hidden], whose rows may be strided."""
         return ctx.ops.add_rms_norm(part, residual, self.weight, self.eps, keep)
+
+    def before(
+        self, ctx: ForwardContext, part: Part | None, residual: torch.Tensor, keep: torch.Tensor | None = None
+    ) -> Input:
+        """The same in front of products, whose kernels may run it."""
+        return ctx.ops.add_then_norm(part, residual, self.weight, self.eps, keep)
 
     def add_to(self, ctx: ForwardContext, residual: torch.Tensor, part: Part) -> None:
         """Add the norm of `part` to `residual` [n, hidden] in place."""

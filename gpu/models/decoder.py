@@ -75,7 +75,7 @@ class Layer:
         before (None in the first layer), is added in place. Rows are independent from here on. A draft model
         reads the sum in `ctx.aux`, where the kernel of the norm stores it."""
         places = [] if ctx.aux is None else ctx.aux.places(self.number, len(residual))
-        x = self._first_norm(ctx, part, residual, *places[:1])
+        x = self._first_norm.before(ctx, part, residual, *places[:1])
         for again in places[1:]:
             again.copy_(places[0])
         return self.attention.attend(ctx, rotation, x)
@@ -83,18 +83,21 @@ class Layer:
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part | None:
         """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
         `found` is added in place; None where the output is, too."""
-        x = scaled(self.attention.project(ctx, found), self._scale)
-        x = self._second_norm(ctx, x, residual)
-        made = self._mlp(ctx, x)
-        if self._shared is not None:
-            own = self._shared(ctx, x)
-            if not self._partial:
-                residual.add_(own)
-            elif isinstance(made, PendingExperts):
-                made = made._replace(beside=own)
-            else:
-                made.add_(own)
-        return made if isinstance(made, PendingExperts) else scaled(made, self._scale)
+        x = self._second_norm.before(ctx, self._scaled(ctx, self.attention.project(ctx, found)), residual)
+        if self._shared is None:
+            return self._scaled(ctx, self._mlp(ctx, x))
+        x = ctx.ops.complete(x)
+        made, own = self._mlp(ctx, x), self._shared(ctx, x)
+        if not self._partial:
+            residual.add_(own)
+        elif isinstance(made, PendingExperts):
+            made = made._replace(beside=own)
+        else:
+            made = ctx.ops.complete(made).add_(own)
+        return self._scaled(ctx, made)
+
+    def _scaled(self, ctx: ForwardContext, part: Part) -> Part:
+        return part if self._scale == 1.0 else scaled(ctx.ops.complete(part), self._scale)
 
 
 class PostNormLayer(Layer):

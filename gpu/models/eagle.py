@@ -67,9 +67,9 @@ class Eagle(ChainModel):
         rotation = self._rope(ctx)
         residual = self._fc(ctx.ops.embed_beside(self.embedding, ids, hidden, None), ctx.ops)
         found = self._layers[0].attend(ctx, rotation, None, residual)
-        _, part, residual = run_behind(ctx, rotation, self._layers, found, residual)
-        assert isinstance(part, Tensor), "the layers are dense"
-        residual.add_(part)
+        ctx, part, residual = run_behind(ctx, rotation, self._layers, found, residual)
+        assert part is not None, "norms stand in front"
+        residual.add_(ctx.ops.complete(part))
         return residual, residual
 
 

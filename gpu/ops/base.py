@@ -56,8 +56,27 @@ class PendingExperts(NamedTuple):
     beside: Tensor | None = None
 
 
-Part = Tensor | PendingExperts
+class PendingProduct(NamedTuple):
+    """x Wᵀ + b of `x` [n, inputs], not yet run: at few rows its kernel adds it to the residual."""
+
+    x: Tensor
+    matrix: Matrix
+
+
+class PendingNorm(NamedTuple):
+    """RMSNorm of `x` [n, hidden] by `weight` and `eps`, not yet run: at few rows the kernels of the products
+    that consume it compute it, each anew."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+
+
+Part = Tensor | PendingExperts | PendingProduct
 """What a layer adds to the residual: [n, hidden], or what becomes it."""
+
+Input = Tensor | PendingNorm
+"""What a layer's products multiply: [n, hidden], or what becomes it."""
 
 HeadNorms = tuple[Tensor, Tensor, float]
 """Weights [head_dim] of the query and the key norm, and eps."""
@@ -108,6 +127,16 @@ class Ops(Protocol):
         strided."""
         ...
 
+    def add_then_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Input:
+        """As `add_rms_norm`, for `linear`, `gated_linear` and `route`: these may run the norm."""
+        ...
+
+    def complete(self, pending: Part | Input) -> Tensor:
+        """Run what is pending: a tensor [n, hidden]."""
+        ...
+
     def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
         """Norm `part` and add it to `residual` [n, hidden] in place."""
         ...
@@ -155,7 +184,7 @@ class Ops(Protocol):
         """
         ...
 
-    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+    def linear(self, x: Input, matrix: Matrix) -> Tensor:
         """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype: [n, outputs]."""
         ...
 
@@ -164,8 +193,12 @@ class Ops(Protocol):
         Nothing in a step without."""
         ...
 
-    def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
+    def gated_linear(self, x: Input, matrix: Matrix, activation: str) -> Tensor:
         """activation(first half) · second half of the 2 * width outputs of `linear`: [n, width]."""
+        ...
+
+    def route(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
+        """Router logits [n, experts] of `x` by its `matrix`, and `x` as `experts` takes it."""
         ...
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:

@@ -66,16 +66,32 @@ from gpu.kernels.gemm.int4_gemv import int4_gemv, int4_gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
 from gpu.kernels.lora.dense import embed, expand, shrink
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
-from gpu.kernels.moe.fused import fused_moe
+from gpu.kernels.moe.few_rows import few_rows_moe
+from gpu.kernels.moe.fused import fused_moe, runs_few_rows
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import add_normed, embed_beside, mean_squares, norm_wide, rms_norm
 from gpu.kernels.silu_mul import gelu_mul, silu_mul
 from gpu.lora import LoraMatrix, LoraRows
-from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, PendingExperts, Rotation, WideNorms
+from gpu.ops.base import (
+    HeadNorms,
+    Input,
+    LatentNorm,
+    Matrix,
+    PairNorms,
+    Part,
+    PendingExperts,
+    PendingNorm,
+    PendingProduct,
+    Rotation,
+    WideNorms,
+)
 from gpu.ops.plain import gate, merits
 from gpu.ops.scaled import scaled_linear
 from gpu.quant.rows import Table
 from gpu.state.view import StepView
+
+FOLDED_ROWS = 2
+"""Rows up to which the kernels of products run the norm in front of them and add to the residual."""
 
 IN_MEMORY = "tables in files are read on a CPU"
 """Of an assertion."""
@@ -151,13 +167,61 @@ class TritonOps:
     def add_rms_norm(
         self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
     ) -> Tensor:
-        """See `Ops.add_rms_norm`. What is pending runs now, its sum in the kernel of the norm."""
+        """See `Ops.add_rms_norm`. Experts that are pending run now, their sum in the kernel of the norm."""
+        if self._added(part, residual):
+            part = None
+        if isinstance(part, PendingExperts):
+            return self._run_experts(part, (residual, weight, eps), keep)
         rows, pdl = self.num_rows, self._kernels.pdl
         if part is None:
             return rms_norm(residual, weight, eps, keep=keep, num_rows=rows, pdl=pdl)
-        if isinstance(part, Tensor):
-            return rms_norm(part, weight, eps, residual=residual, keep=keep, num_rows=rows, pdl=pdl)
-        return self._run_experts(part, (residual, weight, eps), keep)
+        made = self.complete(part)
+        return rms_norm(made, weight, eps, residual=residual, keep=keep, num_rows=rows, pdl=pdl)
+
+    def add_then_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Input:
+        """See `Ops.add_then_norm`. Of a row or two the products before and behind add and norm: no launch."""
+        if keep is None and len(residual) <= FOLDED_ROWS and (part is None or self._added(part, residual)):
+            return PendingNorm(residual, weight, eps)
+        return self.add_rms_norm(part, residual, weight, eps, keep)
+
+    def _added(self, part: Part | None, residual: Tensor) -> bool:
+        """Whether the kernel that makes `part` added it to `residual`; else nothing has run."""
+        if len(residual) > FOLDED_ROWS:
+            return False
+        if isinstance(part, PendingProduct):
+            return self._gemv(part.x, part.matrix, residual=residual) is not None
+        if not isinstance(part, PendingExperts) or part.beside is not None:
+            return False
+        x, logits, experts, _ = part
+        configs = self._kernels.moe
+        assert configs is not None, "experts in a model without"
+        if not runs_few_rows(experts, configs.at(len(logits)), self._adapters):
+            return False
+        few_rows_moe(x, logits, experts, residual=residual, num_rows=self.num_rows, pdl=self.pdl)
+        return True
+
+    def _gemv(
+        self,
+        x: Input,
+        matrix: Matrix,
+        *,
+        gated: bool = False,
+        residual: Tensor | None = None,
+        normed: Tensor | None = None,
+    ) -> Tensor | None:
+        """The product by `gemv`, which computes a pending norm, and stores it in `normed`, and adds to a
+        `residual`; None where another kernel multiplies."""
+        weight, bias, scale, lora = matrix
+        rows, norm = (x.x, x[1:]) if isinstance(x, PendingNorm) else (x, None)
+        if scale is not None or (lora is not None and self.adapts):
+            return None
+        if (cut := gemv_config(len(rows), weight, gated)) is None:
+            return None
+        return gemv(
+            rows, weight, bias, cut, gated=gated, norm=norm, residual=residual, normed=normed, pdl=self.pdl
+        )
 
     def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
         """See `Ops.add_normed`: one launch."""
@@ -173,20 +237,34 @@ class TritonOps:
         """See `Ops.norm_wide`: one launch."""
         norm_wide(qkv, norms, means, num_rows=self.num_rows, pdl=self._kernels.pdl)
 
-    def complete(self, part: Part) -> Tensor:
-        """`part` as a tensor: what is pending runs now, with no norm behind."""
-        return part if isinstance(part, Tensor) else self._run_experts(part, None, None)
+    def complete(self, pending: Part | Input) -> Tensor:
+        """See `Ops.complete`."""
+        if isinstance(pending, PendingExperts):
+            return self._run_experts(pending, None, None)
+        if isinstance(pending, PendingProduct):
+            return self.linear(pending.x, pending.matrix)
+        if isinstance(pending, PendingNorm):
+            return self.add_rms_norm(None, *pending)
+        return pending
 
     def _run_experts(
         self, part: PendingExperts, after: tuple[Tensor, Tensor, float] | None, keep: Tensor | None
     ) -> Tensor:
         configs = self._kernels.moe
         assert configs is not None, "experts in a model without"
-        config, adapters = configs.at(len(part.x)), self._adapters
         rows, pdl, (x, logits, experts, beside) = self.num_rows, self.pdl, part
+        config, adapters = configs.at(len(logits)), self._adapters
         own = after if beside is None else None
         made = fused_moe(
-            x, logits, experts, config, own, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl
+            self.complete(x),
+            logits,
+            experts,
+            config,
+            own,
+            keep=keep,
+            adapters=adapters,
+            num_rows=rows,
+            pdl=pdl,
         )
         if beside is None:
             return made
@@ -245,8 +323,12 @@ class TritonOps:
             pdl=kernels.pdl,
         )
 
-    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+    def linear(self, x: Input, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
+        if isinstance(x, PendingNorm):
+            if (found := self._gemv(x, matrix)) is not None:
+                return found
+            x = self.complete(x)
         kernels, product = self._kernels, partial(self._linear, x, matrix, gated=False)
         if matrix.lora is None or self._adapters is None:
             return product()
@@ -261,12 +343,16 @@ class TritonOps:
             expand(shrink(x, lora, self._adapters, pdl=pdl), lora, self._adapters, y, pdl=pdl)
         return y
 
-    def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
+    def gated_linear(self, x: Input, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`; up to 64 rows in one kernel. With adapters silu is `expand`'s."""
         if activation == "gelu_pytorch_tanh":
             return gelu_mul(self.linear(x, matrix), num_rows=self.num_rows, pdl=self._kernels.pdl)
         if activation != "silu":
             return gate(self.linear(x, matrix), activation)
+        if isinstance(x, PendingNorm):
+            if (made := self._gemv(x, matrix, gated=True)) is not None:
+                return made
+            x = self.complete(x)
         if matrix.lora is None or self._adapters is None:
             return self._linear(x, matrix, gated=True)
         if (found := self._skinny_with_delta(x, matrix, self._adapters, gated=True)) is not None:
@@ -296,6 +382,15 @@ class TritonOps:
             return None
         delta = shrink_ahead(x, lora, adapters, pdl=pdl)
         return skinny_gemm(x, weight, bias, cut, kernels.counters, gated=gated, delta=delta, pdl=pdl)
+
+    def route(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
+        """See `Ops.route`."""
+        if isinstance(x, PendingNorm):
+            normed = torch.empty_like(x.x)
+            if (logits := self._gemv(x, matrix, normed=normed)) is not None:
+                return logits, normed
+            x = self.complete(x)
+        return self.linear(x, matrix), x
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`. Raises `ModelError` for an activation the grouped kernels do not have."""

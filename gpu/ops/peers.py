@@ -42,9 +42,5 @@ class PeerOps(RankOps):
         total = own.complete(part)
         return self._peer.add_rms_norm(total, residual, (weight, eps), keep, own.num_rows, own.pdl)
 
-    def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
-        """See `Ops.add_normed`: `part` is a partial sum."""
-        super().add_normed(self._kernels.complete(part), residual, weight, eps)
-
     def _sum(self, part: Tensor) -> Tensor:
         return self._peer.reduce_sum(part, self._kernels.num_rows, self._kernels.pdl)

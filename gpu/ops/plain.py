@@ -14,7 +14,17 @@ from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Choice, Experts
 from gpu.lora import LoraMatrix, LoraRows
-from gpu.ops.base import HeadNorms, LatentNorm, Matrix, PairNorms, Part, Rotation, WideNorms
+from gpu.ops.base import (
+    HeadNorms,
+    Input,
+    LatentNorm,
+    Matrix,
+    PairNorms,
+    Part,
+    PendingProduct,
+    Rotation,
+    WideNorms,
+)
 from gpu.quant import int4, int8, mxfp4
 from gpu.quant.rows import Table
 from gpu.quant.scaled import INT8, integer_sums, quantise, quantise_groups, restore
@@ -73,16 +83,27 @@ class TorchOps:
     ) -> Tensor:
         """See `Ops.add_rms_norm`."""
         if part is not None:
-            assert isinstance(part, Tensor), "these operations leave nothing pending"
-            residual.add_(part)
+            residual.add_(self.complete(part))
         if keep is not None:
             keep.copy_(residual)
         return _normed(residual, weight, eps)
 
+    def add_then_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Tensor:
+        """See `Ops.add_then_norm`."""
+        return self.add_rms_norm(part, residual, weight, eps, keep)
+
+    def complete(self, pending: Part | Input) -> Tensor:
+        """See `Ops.complete`. These operations leave neither norms nor experts pending."""
+        if isinstance(pending, PendingProduct):
+            return self.linear(pending.x, pending.matrix)
+        assert isinstance(pending, Tensor)
+        return pending
+
     def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
         """See `Ops.add_normed`."""
-        assert isinstance(part, Tensor), "these operations leave nothing pending"
-        residual.add_(_normed(part, weight, eps))
+        residual.add_(_normed(self.complete(part), weight, eps))
 
     def mean_squares(self, qkv: Tensor, norms: WideNorms) -> Tensor:
         """See `Ops.mean_squares`."""
@@ -144,9 +165,9 @@ class TorchOps:
         rotate(x[:, 0], rotation)
         self._attention.store(layer, x)
 
-    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+    def linear(self, x: Input, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
-        weight, bias, scale, lora = matrix
+        x, (weight, bias, scale, lora) = self.complete(x), matrix
         if scale is not None and matrix.is_int4:
             weight, scale = int4.restore(weight, scale).to(x.dtype), None
         out = F.linear(x, weight, bias) if scale is None else product(x, weight, scale, bias)
@@ -158,9 +179,13 @@ class TorchOps:
             LORA.expand(LORA.shrink(x, lora, self._rows), lora, self._rows, y)
         return y
 
-    def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
+    def gated_linear(self, x: Input, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`."""
         return gate(self.linear(x, matrix), activation)
+
+    def route(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
+        """See `Ops.route`."""
+        return self.linear(x, matrix), self.complete(x)
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu.lora import LoraMatrix
-from gpu.ops.base import Ops, PairNorms, Part, WideNorms
+from gpu.ops.base import Input, Ops, PairNorms, Part, WideNorms
 from gpu.quant.rows import Table
 from gpu.ranks import Rank
 
@@ -26,8 +26,9 @@ class TableOps:
         self._own, self._rank, self._vocab = own, rank, vocab
         self.rotation, self.attend, self.store = own.rotation, own.attend, own.store
         self.linear, self.gated_linear, self.add_lora = own.linear, own.gated_linear, own.add_lora
-        self.attend_latent = own.attend_latent
-        self.experts, self.routes, self.mean_squares = own.experts, own.routes, own.mean_squares
+        self.attend_latent, self.complete = own.attend_latent, own.complete
+        self.route, self.experts, self.routes = own.route, own.experts, own.routes
+        self.mean_squares = own.mean_squares
 
     def for_samples(self) -> Ops:
         """See `Ops.for_samples`."""
@@ -55,6 +56,12 @@ class TableOps:
         """See `Ops.add_rms_norm`."""
         return self._own.add_rms_norm(part, residual, weight, eps, keep)
 
+    def add_then_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Input:
+        """See `Ops.add_then_norm`."""
+        return self._own.add_then_norm(part, residual, weight, eps, keep)
+
     def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
         """See `Ops.add_normed`."""
         self._own.add_normed(part, residual, weight, eps)
@@ -71,15 +78,18 @@ class RankOps(TableOps):
         self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
     ) -> Tensor:
         """See `Ops.add_rms_norm`: `part` is a partial sum."""
-        if part is not None:
-            assert isinstance(part, Tensor), "a CPU leaves nothing pending"
-            part = self._rank.reduce_sum(part)
-        return self._own.add_rms_norm(part, residual, weight, eps, keep)
+        total = None if part is None else self._rank.reduce_sum(self.complete(part))
+        return self._own.add_rms_norm(total, residual, weight, eps, keep)
+
+    def add_then_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Tensor:
+        """See `Ops.add_then_norm`: the sum over ranks runs, and the norm with it."""
+        return self.add_rms_norm(part, residual, weight, eps, keep)
 
     def add_normed(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> None:
         """See `Ops.add_normed`: `part` is a partial sum."""
-        assert isinstance(part, Tensor), "a CPU leaves nothing pending"
-        self._own.add_normed(self._sum(part), residual, weight, eps)
+        self._own.add_normed(self._sum(self.complete(part)), residual, weight, eps)
 
     def norm_wide(self, qkv: Tensor, norms: WideNorms, means: Tensor | None = None) -> None:
         """See `Ops.norm_wide`: over the heads of all ranks. All have as many, and each key head has as many

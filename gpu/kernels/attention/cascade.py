@@ -84,7 +84,7 @@ def _prefix(
         sums = tl.zeros([BLOCK_Q], tl.float32)
         acc = zero_values(BLOCK_Q, SHAPE)
         for tile in range(first, last):
-            page = load_pages(own, tile, total, SHAPE.page, TILE)
+            page = load_pages(own, tile, total, SHAPE.page, TILE, "")
             high, sums, acc = attend_tile(
                 queries, k_cache, v_cache, page, tile, 0, total, high, sums, acc, keys.stride, keys.scale,
                 SHAPE, TILE,

@@ -26,7 +26,8 @@ a late one nothing of its first: such a partial result is empty (-inf), and the 
 drafts may be trees, each token has a mask of the keys before its own (`StepView.ancestors`).
 
 `plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer. Under dependent
-launch at least one kernel stands between the two: the plan is read before the wait.
+launch at least two kernels stand between them, the first of which waits before it lets the second begin: the
+plan is read before the wait.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpu.kernels.attention.decode_config import DecodeConfig
 from gpu.kernels.attention.online_softmax import (
     KEPT,
     attend_tile,
-    beside_sinks,
     columns,
+    load_ahead,
     load_pages,
     load_tails,
     zero_values,
     zero_where,
 )
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
-from gpu.kernels.attention.split_kv import Partials, merge_parts, partials, store_segment
+from gpu.kernels.attention.split_kv import Partials, merge_parts, partials, store_row, store_segment
 from gpu.kernels.jit import (
     begin,
     cdiv,
@@ -70,39 +72,6 @@ MERGED = 2048
 
 MOST_MERGED = 16
 """Of them at once, however small: the compiler sees each, and 64 are several seconds of its time."""
-
-SOME = 32
-"""Rows up to which a third program of a multiprocessor pays more than its copies further ahead."""
-
-LANES = 64
-"""Queries times heads of a group that share a pass at most: as many as wgmma multiplies at once, and as many
-accumulators as leave two programs of a multiprocessor room in its registers."""
-
-COARSE_LANES = 32
-"""`LANES` for float8 pages. With 64 the registers do not suffice: each thread spills 232 bytes."""
-
-WIDE_LANES = 16
-"""The same where heads are wider than 128 or elements than 2 bytes: with 32, 3 KB a thread are spilled."""
-
-
-LONE_GROUP = 8
-"""In groups from here on each token of a lone row is taken as a row: its keys come from the L2 cache, and 4
-or 8 tokens of 1,024 keys take 7.7 or 9.2 us on an H200, together 9.7 or 17.1 (in groups of 4 9.4 or 12.6,
-together 8.3 or 11.0)."""
-
-
-class DecodeConfig(NamedTuple):
-    """How decode attention is cut. `programs` per KV head; `least` tiles per program: below that a
-    program is cheaper than the merge of two. `registers` of a thread at most, 0 for the compiler's choice.
-    `queries` of a row's tokens share one pass over its keys; with 1 each token is a row of its own."""
-
-    tile: int
-    warps: int
-    stages: int
-    programs: int
-    least: int = 1
-    registers: int = 0
-    queries: int = 1
 
 
 class DecodePlan(NamedTuple):
@@ -133,114 +102,6 @@ class Workspace(NamedTuple):
 
     parts: Partials
     counters: Tensor
-
-
-def decode_config(
-    head_dim: int,
-    kv_heads: int,
-    processors: int,
-    rows: int = 256,
-    *,
-    group: int = 8,
-    few: bool = False,
-    deep: bool = True,
-    coarse: bool = False,
-) -> DecodeConfig:
-    """For a graph of so many rows. `few`: that have few keys of their own, as behind a shared prefix; `deep`:
-    a multiprocessor has 228 KiB of shared memory and elements are of two bytes; `coarse`: pages are float8.
-
-    As many programs as a multiprocessor holds, and no fewer. Where there was room for a third of two, they
-    took up to a fifth longer under dependent launch (probably some processors got three and others one:
-    they are handed out while the kernel before still has its places). Where two are best, registers leave no
-    room for it in groups of 8, in smaller ones the copies of a third tile see to that.
-
-    µs on an H200, 8 and 4 KV heads for 32 heads of 128, dependently behind `_qkv`, without its own; in
-    parentheses with two programs at all sizes:
-    8 x 1,040        14.5  12.4  (19.6  12.9)   from 5 rows three programs, with fewer copies ahead
-    16 x 1,040       23.6  15.4  (28.0  17.3)
-    32 x 1,040       40.1  23.8  (40.9  25.1)
-    256 x 1,040       262   137   (265   138)
-    512 x 96         56.5  32.2  (57.6  33.0)   many or `few`: smaller tiles, of which short rows fill more
-
-    A tile of float8 keys is half as many bytes, so there are twice as many programs; few rows have larger
-    tiles instead. µs of float8 pages, in parentheses those of bfloat16 pages in the same run
-    (`bench/results/history/h200-decode-fp8-pairs.json`):
-    3 x 350           6.4   6.2  ( 6.6   6.9)
-    8 x 1,024        11.2   7.9  (13.9   9.9)
-    32 x 1,024       24.4  14.0  (41.0  24.0)
-    64 x 8,192        268   139  ( 490   249)
-    256 x 1,024       144    73  ( 258   134)
-    512 x 96         43.4  24.1  (57.2  32.2)
-    """
-    narrow = head_dim <= 128
-    roomy = narrow and deep
-    tile = 64 if narrow else 32
-    per_head = processors / kv_heads
-    if coarse and narrow:
-        if rows <= 8:
-            return DecodeConfig(128, 4, 4, max(int(2 * per_head), 1))
-        return DecodeConfig(64, 2, 5, max(int(4 * per_head), 1))
-    if rows <= 4:
-        return DecodeConfig(tile, 4, 2, max(int(2 * per_head), 1))
-    if roomy and rows <= SOME and not few:
-        return DecodeConfig(tile, 4, 4, max(int(3 * per_head), 1), registers=168)
-    if narrow and (few or rows > 256):
-        return DecodeConfig(32, 2, 5, max(int(4 * per_head), 1))
-    stages = 7 if roomy and group < 8 else 5
-    return DecodeConfig(tile, 4, stages, max(int(2 * per_head), 1))
-
-
-_Cut = DecodeConfig
-
-VERIFY: dict[int, tuple[tuple[int, DecodeConfig], ...]] = {
-    16: ((4, _Cut(64, 4, 2, 2, least=2)), (256, _Cut(64, 4, 5, 2)), (0, _Cut(32, 2, 5, 4))),
-    32: ((4, _Cut(64, 4, 2, 2, least=2)), (256, _Cut(64, 4, 5, 2)), (0, _Cut(32, 4, 7, 2))),
-    64: ((4, _Cut(64, 4, 5, 2, least=4)), (256, _Cut(64, 4, 4, 2)), (0, _Cut(32, 4, 7, 2))),
-}
-"""By lanes, for heads of up to 128 in two bytes: up to how many rows which cut; the last one is for more, and
-for `few` keys, by reasoning. `programs` here are those of a multiprocessor. The others are the best of those
-measured on an H200 at 1, 32, 128 and 256 rows of 1,024 and 4,096 keys (`bench/results/verify-h200.json`; at
-32 rows of 1,024 keys 64 lanes take 36.9 us, in tiles of 32 keys 36.0).
-
-Few rows are cut into fewer pieces the more lanes they have, as one program reads all pieces of a row again:
-of 64 lanes one is 32 KB, as much as a tile of 64 keys. The tiles of a piece are under way together."""
-
-
-def latent_config(parts: int, processors: int, itemsize: int = 2) -> DecodeConfig:
-    """For `parts` of query heads over latents (MLA), by reasoning: two programs of a multiprocessor, of 88 KB
-    and 255 registers a thread. With a second tile under way there would be room for one. Four bytes are for
-    correctness alone."""
-    return DecodeConfig(32 if itemsize <= 2 else 16, 4, 3, max(2 * processors // parts, 1))
-
-
-def verify_config(
-    head_dim: int,
-    kv_heads: int,
-    processors: int,
-    tokens: int,
-    query: int,
-    *,
-    group: int = 8,
-    few: bool = False,
-    deep: bool = True,
-    coarse: bool = False,
-) -> DecodeConfig:
-    """As `decode_config`, for a graph of so many tokens of rows that have up to `query` each. A longer row
-    than a tile of queries is taken for several; where two have no room in one, or a lone row of large groups
-    is read faster so, each token is a row of its own."""
-    plain = head_dim <= 128 and deep
-    queries = min(query, ((COARSE_LANES if coarse else LANES) if plain else WIDE_LANES) // group)
-    rows = cdiv(tokens, query)
-    if queries < 2 or (rows == 1 and group >= LONE_GROUP):
-        return decode_config(
-            head_dim, kv_heads, processors, tokens, group=group, few=few, deep=deep, coarse=coarse
-        )
-    if plain:
-        *some, (_, cut) = VERIFY[max(pow2(queries * group), 16)]
-        cut = next((each for most, each in some if rows <= most and not few), cut)
-    else:
-        cut = DecodeConfig(64 if head_dim <= 128 else 32, 4, 2 if rows <= 4 else 5, 2)
-    return cut._replace(programs=max(int(cut.programs * processors / kv_heads), 1), queries=queries)
 
 
 def decode_workspace(
@@ -417,6 +278,26 @@ def _lanes(
 
 
 @jit
+def _page(
+    keys: Keys,
+    slot: tl.tensor,
+    tile: tl.tensor,
+    end: tl.tensor,
+    ahead: tl.tensor | None,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    CACHE: tl.constexpr,
+) -> tl.tensor:
+    """The pages of a tile as `load_pages` gives them: those that it was loaded `ahead` from, if it was."""
+    if ahead is not None:
+        page = ahead[0]
+    else:
+        table = keys.table + slot.to(tl.int64) * keys.table_stride
+        page = load_pages(table, tile, end, SHAPE.page, TILE, CACHE)
+    return page
+
+
+@jit
 def _decode(
     q: tl.tensor,
     keys: Keys,
@@ -433,6 +314,7 @@ def _decode(
     BLOCK_H: tl.constexpr,
     BLOCK_G: tl.constexpr,
     UNROLL: tl.constexpr,
+    NEWEST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
@@ -449,17 +331,23 @@ def _decode(
     query, own = h // group, kv_head * group + h % group
     k_cache = keys.k + kv_head * SHAPE.step
     v_cache = keys.v + kv_head * SHAPE.step
-    # The kernel before made the queries and stored this step's keys and values, and may run still. The plan
-    # is older: the kernel before released us behind its own wait, so whatever came earlier has ended. It is
-    # read past L1, where another step's may lie.
+    # The kernel before makes the queries and stores this step's keys and values, of what the one before that
+    # made: both may run still. The plan, the table and all other keys are older. They are read past L1, where
+    # another step's may lie.
     run, segments = plan.runs + c * FIELDS, plan.segments
-    count = tl.load(run + 7, cache_modifier=".cg")
+    row, slot, tile, last, start, end, segment, count = load_record(run, 8, ".cg")
     if count == 0:
         begin(PDL)
         return
-    row, slot, tile, last, start, end, segment = load_record(run, 7, ".cg")
     first, pieces = load_record(segments + segment * FIELDS + 6, 2, ".cg")
     lead, lead_row, lead_first, lead_pieces = segment, row, first, pieces
+    # Runs of turns, each with what was loaded ahead for its tile: the first tile, and the others.
+    stops: tl.tensor = (count,)
+    held: tl.tensor = (None,)
+    if NEWEST > 0:
+        page = _page(keys, slot, tile, end, None, SHAPE, TILE, ".cg")
+        ahead = load_ahead(k_cache, v_cache, page, tile, start, end, keys.stride, SHAPE, TILE, NEWEST)
+        stops, held = (1, count), (ahead, None)
     begin(PDL)
     if QUERIES > 1:
         opens = count > 0
@@ -467,49 +355,51 @@ def _decode(
     high = tl.zeros([BLOCK_H], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = zero_values(BLOCK_H, SHAPE)
-    for i in range(count):
-        if QUERIES == 1:
-            # Anew for each tile: so they come as the keys do, and no row waits for its queries.
-            q_row = q + row.to(tl.int64) * q_stride + head[:, None] * (dim + SHAPE.tail)
-            queries = tl.load(q_row + d[None, :], mask=inside, other=0.0)
-            q_tail = load_tails(q_row, (head < heads)[:, None], SHAPE)
-            token, place, own_ends, seen = row, segment, None, None
-            if ancestors is not None:
-                own_ends = tl.zeros([BLOCK_H], tl.int32) + end
-                seen = tl.zeros([BLOCK_H], tl.int32) + tl.load(ancestors + row)
-        else:
-            # Once for each row: these are up to half as many bytes as a tile of keys.
-            token, more, q_tail = row // QUERIES, row % QUERIES, None
-            if opens:
-                q_at = q + (token + query).to(tl.int64)[:, None] * q_stride + own[:, None] * dim + d[None, :]
-                queries = tl.load(q_at, mask=(query <= more)[:, None] & (d < dim)[None, :], other=0.0)
-            head = _lanes(h, more, kv_head, group, heads, QUERIES)
-            place, own_ends, seen = c * QUERIES + token, end - more + query, None
-            if ancestors is not None:
-                seen = tl.load(ancestors + token + query, mask=query <= more, other=-1)
-        table = keys.table + slot.to(tl.int64) * keys.table_stride
-        page = load_pages(table, tile, end, SHAPE.page, TILE)
-        high, total, acc = attend_tile(
-            queries, k_cache, v_cache, page, tile, start, end, high, total, acc, keys.stride, keys.scale,
-            SHAPE, TILE, own_ends, WINDOW, seen, q_tail,
-        )  # fmt: skip
-        ends = tile + 1 == last
-        if ends:
-            store_segment(
-                columns(acc, SHAPE), high, total, token, place, pieces, space.parts, out, lse, head,
-                keys.v_scale, keys.sinks, heads, dim, QUERIES,
+    for run_of in tl.static_range(len(stops)):
+        for i in range(run_of, stops[run_of]):
+            if QUERIES == 1:
+                # Anew for each tile: so they come as the keys do, and no row waits for its queries.
+                q_row = q + row.to(tl.int64) * q_stride + head[:, None] * (dim + SHAPE.tail)
+                queries = tl.load(q_row + d[None, :], mask=inside, other=0.0)
+                q_tail = load_tails(q_row, (head < heads)[:, None], SHAPE)
+                token, place, own_ends, seen = row, segment, None, None
+                if ancestors is not None:
+                    own_ends = tl.zeros([BLOCK_H], tl.int32) + end
+                    seen = tl.zeros([BLOCK_H], tl.int32) + tl.load(ancestors + row)
+            else:
+                # Once for each row: these are up to half as many bytes as a tile of keys.
+                token, more, q_tail = row // QUERIES, row % QUERIES, None
+                if opens:
+                    q_at = (
+                        q + (token + query).to(tl.int64)[:, None] * q_stride + own[:, None] * dim + d[None, :]
+                    )
+                    queries = tl.load(q_at, mask=(query <= more)[:, None] & (d < dim)[None, :], other=0.0)
+                head = _lanes(h, more, kv_head, group, heads, QUERIES)
+                place, own_ends, seen = c * QUERIES + token, end - more + query, None
+                if ancestors is not None:
+                    seen = tl.load(ancestors + token + query, mask=query <= more, other=-1)
+            page = _page(keys, slot, tile, end, held[run_of], SHAPE, TILE, "")
+            high, total, acc = attend_tile(
+                queries, k_cache, v_cache, page, tile, start, end, high, total, acc, keys.stride, keys.scale,
+                SHAPE, TILE, own_ends, WINDOW, seen, q_tail, held[run_of], NEWEST,
             )  # fmt: skip
-        if QUERIES > 1:
-            opens = ends
-        high = tl.where(ends, float("-inf"), high)
-        total = tl.where(ends, 0.0, total)
-        acc = zero_where(ends, acc, SHAPE)
-        # Behind the run's last segment may be none: then its own stands.
-        turns = ends & (i + 1 < count)
-        segment += tl.where(turns, 1, 0)
-        row, slot, tile, last, start, end, first, pieces = _next_record(
-            segments + segment * FIELDS, turns, (row, slot, tile + 1, last, start, end, first, pieces)
-        )
+            ends = tile + 1 == last
+            if ends:
+                store_segment(
+                    columns(acc, SHAPE), high, total, token, place, pieces, space.parts, out, lse, head,
+                    keys.v_scale, keys.sinks, heads, dim, QUERIES,
+                )  # fmt: skip
+            if QUERIES > 1:
+                opens = ends
+            high = tl.where(ends, float("-inf"), high)
+            total = tl.where(ends, 0.0, total)
+            acc = zero_where(ends, acc, SHAPE)
+            # Behind the run's last segment may be none: then its own stands.
+            turns = ends & (i + 1 < count)
+            segment += tl.where(turns, 1, 0)
+            row, slot, tile, last, start, end, first, pieces = _next_record(
+                segments + segment * FIELDS, turns, (row, slot, tile + 1, last, start, end, first, pieces)
+            )
     # Only a run's first and last segment can be part of a row: both are counted at once.
     two = tl.arange(0, 2)
     whole = tl.where(two == 0, lead_pieces, pieces)
@@ -529,12 +419,7 @@ def _decode(
                 head = _lanes(g, whose % QUERIES, kv_head, group, heads, QUERIES)
                 whose = whose // QUERIES
             merged, sums = merge_parts(space.parts, base, n, head, d, heads, dim, UNROLL, QUERIES)
-            known = head < heads * QUERIES
-            merged = beside_sinks(merged, sums, keys.sinks, head % heads, known)
-            out_at = out + (whose * heads + head)[:, None] * dim + d[None, :]
-            tl.store(out_at, merged.to(out.dtype.element_ty), mask=known[:, None] & (d < dim)[None, :])
-            if lse is not None:
-                tl.store(lse + whose * heads + head, sums, mask=known)
+            store_row(merged, sums, whose, head, out, lse, keys.sinks, heads, dim, QUERIES)
 
 
 def paged_decode(
@@ -581,6 +466,7 @@ def paged_decode(
         WINDOW=window if ragged or ancestors is not None else 0,
         BLOCK_H=block_h,
         BLOCK_G=block_g,
+        NEWEST=config.newest,
         UNROLL=min(max(MERGED * config.warps // (block_g * shape.block_d), least), MOST_MERGED),
         **launch_options(pdl, config.warps, config.stages),
         **({"maxnreg": config.registers} if config.registers and pdl else {}),

@@ -34,16 +34,26 @@ def beside_sinks(
 
 @jit
 def load_pages(
-    table: tl.tensor, tile: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, TILE: tl.constexpr
+    table: tl.tensor,
+    tile: tl.tensor,
+    end: tl.tensor,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    CACHE: tl.constexpr,
 ) -> tl.tensor:
-    """The pages of a tile's keys, [TILE], or one for all. Those behind `end` are page 0."""
+    """The pages of a tile's keys, [TILE], or one for all, loaded with the cache modifier CACHE. Those behind
+    `end` are page 0."""
+    policy: tl.constexpr = KEPT if CACHE == "" else ""
     if PAGE % TILE == 0:
-        page = tl.load(table + tile // (PAGE // TILE), mask=tile * TILE < end, other=0, eviction_policy=KEPT)
+        at = table + tile // (PAGE // TILE)
+        page = tl.load(at, mask=tile * TILE < end, other=0, cache_modifier=CACHE, eviction_policy=policy)
     else:
         # One load a page, not one a key: Triton 3.9 does not compile the other in programs of two warps.
         pages: tl.constexpr = TILE // PAGE
         at = tile * pages + tl.arange(0, pages)
-        each = tl.load(table + at, mask=at * PAGE < end, other=0, eviction_policy=KEPT)
+        each = tl.load(
+            table + at, mask=at * PAGE < end, other=0, cache_modifier=CACHE, eviction_policy=policy
+        )
         page = tl.reshape(tl.broadcast_to(each[:, None], [pages, PAGE]), [TILE])
     return page
 
@@ -114,6 +124,42 @@ def _float16_pairs(pairs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @jit
+def _elements(
+    token: tl.tensor, seen: tl.tensor, stride: int, SHAPE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Offsets [TILE, block_d] of the keys of `token` [TILE], or of their values, and which of them are
+    `seen`."""
+    d = tl.arange(0, SHAPE.block_d)
+    mask = seen[:, None]
+    if SHAPE.dim != SHAPE.block_d:
+        mask = mask & (d < SHAPE.dim)[None, :]
+    return token[:, None] * stride + d[None, :], mask
+
+
+@jit
+def load_ahead(
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    page: tl.tensor,
+    tile: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    stride: int,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    NEWEST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Load a tile's keys and values [TILE, block_d] from `start` to `end` but for the NEWEST ones, past L1;
+    neither latents nor float8. Returns `page` and both."""
+    at = tile * TILE + tl.arange(0, TILE)
+    token = page.to(tl.int64 if SHAPE.wide else tl.int32) * SHAPE.page + at % SHAPE.page
+    place, mask = _elements(token, (at >= start) & (at < end - NEWEST), stride, SHAPE)
+    k = tl.load(k_cache + place, mask=mask, other=0.0, cache_modifier=".cg")
+    v = tl.load(v_cache + place, mask=mask, other=0.0, cache_modifier=".cg")
+    return page, k, v
+
+
+@jit
 def attend_tile(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -133,6 +179,8 @@ def attend_tile(
     WINDOW: tl.constexpr = 0,
     ancestors: tl.tensor | None = None,
     q_tail: tl.tensor | None = None,
+    ahead: tl.tensor | None = None,
+    NEWEST: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A step of the online softmax of queries [n, block_d] over a tile of keys, `start` to `end` of which
     are seen, at least one: the greatest score in powers of two `high` [n], the sum `total` [n] relative to
@@ -145,6 +193,8 @@ def attend_tile(
     Keys with a tail are MLA latents: the part before the tail is also the value. `q_tail` [n, block_t] is the
     rotated part of the queries.
 
+    `ahead` are the tile's keys and values but for the row's NEWEST ones, as `load_ahead` gives them.
+
     Where SHAPE.paired `acc` are two tensors [n, block_d / 2], of the even and the odd columns. Tensor cores
     take neighbouring keys of a column side by side, and the instruction that reads shared memory so moves 16
     bits at least: of single float8 values each was read by an instruction of its own. As pairs of columns
@@ -154,17 +204,13 @@ def attend_tile(
     # be infinite, and its row would fail with a message.
     coarse: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     kind: tl.constexpr = tl.float16 if coarse and q.dtype == tl.bfloat16 else q.dtype
-    d = tl.arange(0, SHAPE.block_d)
     at = tile * TILE + tl.arange(0, TILE)
     seen = (at >= start) & (at < end)
     token = page.to(tl.int64 if SHAPE.wide else tl.int32) * SHAPE.page + at % SHAPE.page
-    place = token[:, None] * stride + d[None, :]
     # What lies in pages past the length is arbitrary. A bad key's score is replaced; a bad value
     # must not be loaded, since 0 × NaN is NaN.
-    mask = seen[:, None]
-    if SHAPE.dim != SHAPE.block_d:
-        mask = mask & (d < SHAPE.dim)[None, :]
-    k = tl.load(k_cache + place, mask=mask, other=0.0)
+    place, mask = _elements(token, seen if ahead is None else seen & (at >= end - NEWEST), stride, SHAPE)
+    k = tl.load(k_cache + place, mask=mask, other=0.0 if ahead is None else ahead[1])
     s = tl.dot(q.to(kind), tl.trans(k.to(kind)), input_precision="ieee")
     if SHAPE.tail > 0:
         v = k
@@ -175,7 +221,7 @@ def attend_tile(
         pairs_at = v_cache.to(tl.pointer_type(tl.int16)) + token[:, None] * (stride // 2) + two[None, :]
         v = tl.load(pairs_at, mask=seen[:, None] & (two < SHAPE.dim // 2)[None, :], other=0)
     else:
-        v = tl.load(v_cache + place, mask=mask, other=0.0)
+        v = tl.load(v_cache + place, mask=mask, other=0.0 if ahead is None else ahead[2])
     s *= scale
     if SHAPE.cap > 0:
         # tanh from a sigmoid: there is no other in both the compiler and the interpreter

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
+from gpu.kernels.jit import cdiv, jit, launch_dependents, launch_options, padding, pow2, wait
 
 FP8_MAX = tl.constexpr(448.0)
 """The largest e4m3: what is beyond stays there, for the format has no infinity, only NaN."""
@@ -88,6 +88,8 @@ def _qkv(
 ) -> None:
     # | Q query heads | KV key heads | KV value heads |, DIM wide each; a program takes SPAN of them. Of a
     # head | low | high | rest | the rotation mixes low with high, and leaves the rest.
+    # Attention loads what is older than the product in front of this kernel, while that still runs.
+    launch_dependents(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     half: tl.constexpr = ROTARY // 2
@@ -102,7 +104,7 @@ def _qkv(
         low_w = _weight(q_weight, k_weight, low, turned, is_q)
         high_w = _weight(q_weight, k_weight, high, turned, is_q)
         rest_w = _weight(q_weight, k_weight, rest, left, is_q)
-    begin(PDL)
+    wait(PDL)
     if padding(row, num_rows):
         return
     known = (head < Q + 2 * KV)[:, None]

@@ -33,6 +33,30 @@ def partials(*shape: int, head_dim: int, device: torch.device) -> Partials:
 
 
 @jit
+def store_row(
+    found: tl.tensor,
+    sums: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor | None,
+    sinks: tl.tensor | None,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+) -> None:
+    """Store a row's whole result `found` [n, block_d], beside its `sinks`, and its log-sum-exps `sums` [n],
+    where they are wanted; `head` as in `store_segment`."""
+    d = tl.arange(0, found.shape[1])
+    known = head < HEADS * QUERIES
+    found = beside_sinks(found, sums, sinks, head % HEADS, known)
+    out_at = out + (row * HEADS + head)[:, None] * DIM + d[None, :]
+    tl.store(out_at, found.to(out.dtype.element_ty), mask=known[:, None] & (d < DIM)[None, :])
+    if lse is not None:
+        tl.store(lse + row * HEADS + head, sums, mask=known)
+
+
+@jit
 def store_segment(
     acc: tl.tensor,
     high: tl.tensor,
@@ -53,20 +77,16 @@ def store_segment(
     """Store the result of a segment: the row's own, beside its `sinks`, where it is the only one, else a part
     of it. Of the up to
     QUERIES queries of a row each has HEADS heads, and `head` counts them from the first one's on."""
-    d = tl.arange(0, acc.shape[1])
-    known = head < HEADS * QUERIES
-    inside = known[:, None] & (d < DIM)[None, :]
     if QUERIES > 1:  # a query that sees none of the segment's keys
         total = tl.where(total == 0, 1.0, total)
     found, sums = acc * (v_scale / total)[:, None], high + tl.log2(total)
     if pieces == 1:
-        found = beside_sinks(found, sums, sinks, head % HEADS, known)
-        out_at = out + (row * HEADS + head)[:, None] * DIM + d[None, :]
-        tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
-        if lse is not None:
-            tl.store(lse + row * HEADS + head, sums, mask=known)
+        store_row(found, sums, row, head, out, lse, sinks, HEADS, DIM, QUERIES)
     else:
-        tl.store(parts.out + (segment * HEADS + head)[:, None] * DIM + d[None, :], found, mask=inside)
+        d = tl.arange(0, acc.shape[1])
+        known = head < HEADS * QUERIES
+        at_d = parts.out + (segment * HEADS + head)[:, None] * DIM + d[None, :]
+        tl.store(at_d, found, mask=known[:, None] & (d < DIM)[None, :])
         tl.store(parts.lse + segment * HEADS + head, sums, mask=known)
 
 

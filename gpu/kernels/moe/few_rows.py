@@ -24,9 +24,9 @@ from torch import Tensor
 from core.models.quant import BLOCK
 from gpu.experts import Experts
 from gpu.kernels.gemm.gemv import WIDE, chunk, dots, tiles
-from gpu.kernels.jit import begin, cdiv, jit, launch_options, pow2
+from gpu.kernels.jit import add_pairs, begin, cdiv, jit, launch_options, pow2
 from gpu.kernels.moe.few_rows_int4 import fine_down_sums, fine_row, fine_shape, fine_up_sums
-from gpu.kernels.moe.route import Routing, add_pairs, router
+from gpu.kernels.moe.route import Routing, router
 from gpu.kernels.silu_mul import gated
 from gpu.quant import int4
 
@@ -274,6 +274,7 @@ def _small_down(
     s2: tl.tensor,
     b2: tl.tensor | None,
     weights: tl.tensor,
+    residual: tl.tensor | None,
     out: tl.tensor,
     num_rows: tl.tensor,
     N: tl.constexpr,
@@ -305,6 +306,8 @@ def _small_down(
         d = k + tl.arange(0, BLOCK_K)[None, None, :]
         some = tl.load(at + d, mask=inside & (d < HELD), other=0.0, eviction_policy="evict_first")
         held += (some,)
+    if residual is not None:  # which `up` does not write. Past L1, where an older one may lie
+        old = tl.load(residual + row * N + cols, mask=cols < N, other=0.0, cache_modifier=".cg")
     begin(PDL)
     if not live:
         return
@@ -317,8 +320,10 @@ def _small_down(
     found = tl.sum(total, 2)
     outputs, there = expert[:, None] * N + cols[None, :], (j < TOP_K)[:, None] & (cols < N)[None, :]
     found = _finish(found, None if BLOCKS or FINE is not None else s2, b2, outputs, there)
-    found = tl.sum(found * weight, 0)
-    tl.store(out + row * N + cols, found.to(out.dtype.element_ty), mask=cols < N)
+    found = tl.sum(found * weight, 0).to(out.dtype.element_ty)
+    if residual is not None:  # rounded as the norm's kernel rounds it: the sum, then the new residual
+        found = (found.to(tl.float32) + old.to(tl.float32)).to(found.dtype)
+    tl.store(out + row * N + cols, found, mask=cols < N)
 
 
 def few_rows_config(w2: Tensor, top_k: int, width: int) -> FewRowsConfig:
@@ -338,6 +343,7 @@ def few_rows_moe(
     logits: Tensor,
     experts: Experts,
     *,
+    residual: Tensor | None = None,
     num_rows: Tensor | None = None,
     config: FewRowsConfig | None = None,
     pdl: bool = False,
@@ -346,7 +352,7 @@ def few_rows_moe(
     float32. `x` is not quantised where the weights are.
     Every row reads its experts anew, so above about four rows the tiles of `route` read less.
     Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device; older than `logits`) on not
-    written, and the routing.
+    written, and the routing. With a `residual` [T, hidden] the outputs are added to it, and it is returned.
     """
     w13, w2, top_k, renormalise, _, scales, *_ = experts
     b13, b2 = experts.biases or (None, None)
@@ -365,7 +371,7 @@ def few_rows_moe(
         torch.empty(rows, top_k, dtype=torch.int32, device=x.device),
     )
     hidden = x.new_empty(rows * top_k, width)
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if residual is None else residual
     chosen_by = router(logits.shape[1], top_k, renormalise)
     blocked = s13 is not None and s13.dim() == w13.dim() and up_fine is None
     keep = size * x.element_size() <= 4096  # 32 registers
@@ -399,6 +405,7 @@ def few_rows_moe(
         s2,
         b2,
         routing.weights,
+        residual,
         out,
         num_rows,
         N=size,

@@ -30,6 +30,12 @@ from gpu.kernels.norm import rms_norm
 from gpu.lora import LoraRows
 
 
+def runs_few_rows(experts: Experts, config: MoeConfig, adapters: LoraRows | None) -> bool:
+    """Whether `few_rows_moe` runs `experts`."""
+    few = config.small and experts.choice.plain and not experts.is_mxfp4
+    return few and (adapters is None or not any(experts.lora))
+
+
 def fused_moe(
     x: Tensor,
     logits: Tensor,
@@ -56,8 +62,7 @@ def fused_moe(
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   the normed [T, hidden], or the sum, in x's dtype
     """
-    few = config.small and experts.choice.plain and not experts.is_mxfp4
-    if few and (adapters is None or not any(experts.lora)):
+    if runs_few_rows(experts, config, adapters):
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
         if after is None:
             return total

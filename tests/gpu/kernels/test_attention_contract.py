@@ -24,7 +24,7 @@ from gpu.attention.registry import check_cpu_backends, parse_backends
 from gpu.attention.selector import PhasedAttention, choose, device_attention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.device import CudaFacts, cuda_facts
-from gpu.kernels.attention.decode import DecodeConfig, decode_config, verify_config
+from gpu.kernels.attention.decode_config import DecodeConfig, decode_config, verify_config
 from gpu.kv.pool import KvPool
 from gpu.state.view import StepView
 from gpu.step.shapes import query_sizes

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bench.kernels import reference
 from bench.kernels.inputs import Heads, error, pages, rope, scalar
-from gpu.kernels.attention.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode import decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode_config import DecodeConfig
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 
@@ -121,6 +122,25 @@ def test_a_row_gone_wrong_stays_alone(device: torch.device, dtype: torch.dtype, 
     assert error(found[::2], expected[::2]) < tolerance
 
 
+@pytest.mark.parametrize("newest", [1, 3, 40])
+@pytest.mark.parametrize("window", [0, 37])
+def test_first_tiles_loaded_ahead_change_no_bit(
+    window: int, newest: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Of rows with fewer keys than `newest`, with a last tile of newest keys alone, and behind a window."""
+    heads, lengths = Heads(4, 2, 24), [1, 65, 200, 34]
+    kept = pages(lengths, 16, heads, dtype, device)
+    q = torch.randn(len(lengths), heads.q, heads.dim, device=device).to(dtype)
+    found = []
+    for each in (0, newest):
+        config = DecodeConfig(tile=32, warps=4, stages=2, programs=5, newest=each)
+        plan = plan_decode(kept.slots, kept.lengths[kept.slots], config, window=window)
+        space = decode_workspace(len(lengths), heads.q, heads.kv, heads.dim, config, device)
+        layer = kept.layer(16, heads.dim**-0.5)
+        found.append(paged_decode(q, layer, plan, space, config, window=window))
+    assert torch.equal(*found)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("lengths", [[1040], [300, 1, 2050, 64], [16, 17, 128, 129], [9000]], ids=str)
@@ -135,7 +155,7 @@ def test_a_dependent_launch_sees_what_the_one_before_stored(lengths: list[int], 
     fused = [torch.randn(rows, width, device=device).to(dtype) for _ in range(count)]
     caches = [(torch.randn_like(kept.k), torch.randn_like(kept.v)) for _ in range(count)]
     turn = rope(rows, heads.dim, dtype, device)
-    config = DecodeConfig(tile=64, warps=4, stages=2, programs=32)
+    config = DecodeConfig(tile=64, warps=4, stages=2, programs=32, newest=1)
     plan = plan_decode(kept.slots, last + 1, config)
     space = decode_workspace(rows, heads.q, heads.kv, heads.dim, config, device)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from bench.kernels.inputs import error, linear
 from gpu.kernels.gemm.gemv import GemvConfig, gemv, gemv_config
+from gpu.kernels.norm import rms_norm
 
 # (rows, outputs, inputs, cut): outputs that the columns do not divide, inputs in one piece, in several and
 # with a rest, rows that one program takes together and rows that two share
@@ -52,6 +53,55 @@ def test_gated(
     found = gemv(x, weight, bias, cut, gated=True)
     assert found.shape == (rows, outputs // 2)
     assert error(found, F.silu(gate) * up) < tolerance
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), SHAPES)
+def test_norm_in_front_and_residual_behind(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    cut: GemvConfig,
+    gated: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """The norm's rows are far from 1, and its weights have a dtype of their own."""
+    x, weight, bias = linear(rows, outputs, inputs, device, dtype)
+    x, norm, eps = x * 30, torch.rand(inputs, device=device) + 0.5, 1e-3
+    exact = x.double()
+    normed = exact * torch.rsqrt(exact.square().mean(1, keepdim=True) + eps) * norm
+    want = F.linear(normed, weight.double(), bias.double())
+    if gated:
+        gate, up = want.chunk(2, dim=1)
+        want = F.silu(gate) * up
+    assert error(gemv(x, weight, bias, cut, gated=gated, norm=(norm, eps)), want) < tolerance
+    residual = torch.randn_like(want).to(dtype)
+    want = want + residual
+    made = gemv(x, weight, bias, cut, gated=gated, norm=(norm, eps), residual=residual)
+    assert made is residual
+    assert error(residual, want) < tolerance
+
+
+@pytest.mark.parametrize("outputs", [4, 33])
+def test_normed_rows_are_those_of_the_norms_kernel(outputs: int, device: torch.device) -> None:
+    """Each program stores a part of them: of 96 inputs 96 and 4."""
+    x, weight, _ = (each.bfloat16() for each in linear(2, outputs, 96, device, torch.float32))
+    norm, normed = torch.rand(96, device=device) + 0.5, torch.full_like(x, float("nan"))
+    gemv(x, weight, None, GemvConfig(4, 4), norm=(norm, 1e-5), normed=normed)
+    want = rms_norm(x, norm, 1e-5)
+    assert (normed.float() / want.float() - 1).abs().max() < 0.01  # a bit, where sums are in another order
+
+
+def test_the_sum_is_that_of_the_norms_kernel(device: torch.device) -> None:
+    """The residual has the same bits, whoever adds."""
+    x, weight, bias = (each.bfloat16() for each in linear(2, 40, 256, device, torch.float32))
+    residual = torch.randn(2, 40, device=device).bfloat16()
+    other = residual.clone()
+    gemv(x, weight, bias, GemvConfig(8, 4), residual=residual)
+    rms_norm(gemv(x, weight, bias, GemvConfig(8, 4)), bias, 1e-6, residual=other)
+    assert torch.equal(residual, other)
 
 
 def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:

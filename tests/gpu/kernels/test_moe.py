@@ -16,6 +16,7 @@ from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
+from gpu.kernels.norm import rms_norm
 from gpu.quant import mxfp4
 from gpu.quant.scaled import EIGHT_BITS, quantise, quantise_blocks
 
@@ -229,6 +230,19 @@ def test_few_rows(
     scale = routing.weights[:2].sum(1, keepdim=True).to(dtype)
     expected = reference.moe(x[:2], logits[:2], w13, w2, size.top_k) * scale  # 1 where renormalised
     assert error(found[:2], expected) < tolerance
+
+
+def test_few_rows_are_added_to_a_residual(device: torch.device) -> None:
+    """The same bits as by the norm's kernel. Padding is not written."""
+    x, logits, w13, w2 = moe_inputs(3, SIZE, torch.bfloat16, device)
+    layer, count, config = Experts(w13, w2, SIZE.top_k), scalar(2, device), FewRowsConfig(4, 3, 128, 8)
+    residual = torch.randn_like(x)
+    made, _ = few_rows_moe(x, logits, layer, num_rows=count, config=config)
+    want = residual.clone()
+    rms_norm(made, x[0], 1e-5, residual=want, num_rows=count)
+    found, _ = few_rows_moe(x, logits, layer, residual=residual, num_rows=count, config=config)
+    assert found is residual
+    assert torch.equal(found, want)
 
 
 def test_few_rows_of_ties_go_to_the_lowest_experts(device: torch.device, dtype: torch.dtype) -> None:

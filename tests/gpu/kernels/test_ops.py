@@ -29,6 +29,7 @@ from gpu.kernels.gemm.gemv import GemvConfig
 from gpu.kernels.gemm.skinny import SkinnyConfig, split_k_counters
 from gpu.kernels.lora.linear import Branch
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
+from gpu.kernels.norm import rms_norm
 from gpu.kv.pool import KvPool
 from gpu.lora import LoraExperts, LoraMatrix, StepAdapters
 from gpu.ops.base import Matrix, Ops, PendingExperts
@@ -176,12 +177,39 @@ def test_hidden_states_and_pages(variant: str, tmp_path: Path) -> None:
     both.step(StepPlan(5, ints([1, 2])), 5)
 
 
-def test_products_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By kernels of their own, which float32 is not given: here it is, in wide cuts for the interpreter."""
+@pytest.mark.parametrize(
+    "variant", ["qwen2", "qwen3-moe-mixed", "qwen2-moe", "gemma3", "olmo3", "deepseek-v3-halves", "gpt-oss"]
+)
+def test_products_of_few_rows(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels of their own, which float32 is not given: here it is, in wide cuts for the interpreter. Of
+    one or two rows they run the norms in front of them and add to the residual."""
     monkeypatch.setattr("gpu.ops.fused.gemv_config", lambda *_, **__: GemvConfig(32, 4))
-    both = Both("qwen2", tmp_path)
+    both = Both(variant, tmp_path)
     both.step(begins(1, 1, 2), 2)
     both.step(StepPlan(2, ints([1])), 1)
+    both.step(begins(3, 2, 1, decode=[1]), 2)
+    both.step(begins(4, 3, 3), 3)
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe"])
+def test_norms_of_few_rows_are_no_launches(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the last one, in front of the head."""
+    monkeypatch.setattr("gpu.ops.fused.gemv_config", lambda *_, **__: GemvConfig(32, 4))
+    both, launched = Both(variant, tmp_path), []
+
+    def spy(*args: Any, **more: Any) -> torch.Tensor:
+        launched.append(args)
+        return rms_norm(*args, **more)
+
+    for module in ("gpu.ops.fused", "gpu.kernels.moe.fused"):
+        monkeypatch.setattr(f"{module}.rms_norm", spy)
+    both.step(begins(1, 1, 3), 3)
+    assert len(launched) > 1
+    launched.clear()
+    both.step(StepPlan(2, ints([1])), 1)
+    assert len(launched) == 1
 
 
 def test_products_of_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
