@@ -25,6 +25,11 @@ finds by the slots where one begins. An early token may see nothing of the row's
 a late one nothing of its first: such a partial result is empty (-inf), and the merge leaves it out. Where
 drafts may be trees, each token has a mask of the keys before its own (`StepView.ancestors`).
 
+With few rows a program has one tile or two, and waits for them longer than it computes. There it loads the
+first one before the wait, but for the keys that this step adds (`DecodeConfig.newest`). The kernel in front,
+which norms and rotates, lets it begin before its own wait, so that the tile comes while the product in front
+of both still runs: 5.3 us a layer between products, for 6.3, at 1,040 keys on an H200.
+
 `plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer. Under dependent
 launch at least two kernels stand between them, the first of which waits before it lets the second begin: the
 plan is read before the wait.

@@ -1,0 +1,26 @@
+"""The layer that measures a lone row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.kernels.inputs import Heads
+from bench.kernels.one_row import Size, layer
+from gpu.kernels.attention.decode_config import DecodeConfig
+from gpu.kernels.gemm.gemv import GemvConfig
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+
+
+def test_keys_loaded_ahead_change_no_bit_of_a_layer() -> None:
+    """And without attention it is another layer."""
+    start, found = torch.randn(1, 64), []
+    for cut in (DecodeConfig(32, 4, 2, 3), DecodeConfig(32, 4, 2, 3, newest=1), None):
+        torch.manual_seed(7)
+        residual = start.clone()
+        layer(Size(64, Heads(4, 2, 16)), 70, residual, cut, GemvConfig(8, 4))()
+        found.append(residual)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], start)
+    assert not torch.equal(found[0], found[2])
