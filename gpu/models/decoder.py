@@ -86,7 +86,7 @@ class Layer:
         x = self._second_norm.before(ctx, self._scaled(ctx, self.attention.project(ctx, found)), residual)
         if self._shared is None:
             return self._scaled(ctx, self._mlp(ctx, x))
-        x = ctx.ops.complete(x)
+        x = ctx.ops.complete(x)  # for both, before one of them changes the residual
         made, own = self._mlp(ctx, x), self._shared(ctx, x)
         if not self._partial:
             residual.add_(own)

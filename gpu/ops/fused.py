@@ -261,15 +261,7 @@ class TritonOps:
         config, adapters = configs.at(len(logits)), self._adapters
         own = after if beside is None else None
         made = fused_moe(
-            self.complete(x),
-            logits,
-            experts,
-            config,
-            own,
-            keep=keep,
-            adapters=adapters,
-            num_rows=rows,
-            pdl=pdl,
+            x, logits, experts, config, own, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl
         )
         if beside is None:
             return made
