@@ -26,6 +26,7 @@ from gpu.ops.base import (
     WideNorms,
 )
 from gpu.quant import int4, int8, mxfp4
+from gpu.quant.numbers import number
 from gpu.quant.rows import Table
 from gpu.quant.scaled import INT8, integer_sums, quantise, quantise_groups, restore
 from gpu.state.view import StepView
@@ -197,7 +198,14 @@ class TorchOps:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, in x's dtype. torch fuses it for one dtype alone."""
+    """RMSNorm over the last axis, in x's dtype. In float32 by fewer operations than torch's, since a CPU
+    waits for each: at 1 x 576 10.6 us for 15.3 in a loop. In a step, whose weights evict torch's code from
+    the core's cache, torch's took 42."""
+    if x.dtype == weight.dtype == torch.float32:
+        means = (x * x).sum(-1, keepdim=True)
+        device = x.device
+        means = torch.addcmul(number(eps, device), means, number(1 / x.shape[-1], device))
+        return (x * means.rsqrt_()).mul_(weight)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 

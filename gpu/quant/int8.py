@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpu.quant.numbers import number
 from gpu.quant.scaled import INT8, quantise
 
 BITS = 7
@@ -138,14 +139,14 @@ def rows_at_once(outputs: int) -> int:
 def _by_onednn(x: Tensor, packed: Packed, scale: Tensor) -> Tensor:
     n, half, top = len(x), BASE // 2, _largest(x)
     # 0.5 rounds. Both digits are shifted by half the base, because the product takes unsigned bytes.
-    numbers = x.mul(TOP / top).add_(half * (BASE + 1) + 0.5).to(torch.int16)
+    numbers = (x * (number(TOP) / top)).add_(number(half * (BASE + 1) + 0.5)).to(torch.int16)
     digits = torch.empty(2 * n, packed.inputs, dtype=torch.uint8)
     digits[:n], digits[n:] = numbers >> BITS, numbers.bitwise_and_(BASE - 1)
     both: Tensor = torch.ops.onednn.qlinear_pointwise(
         *(digits, 1.0, half, packed.blocks[0], scale, _ZEROS),
         *(None, 1.0, 0, torch.float32, "none", [], ""),
     )
-    return torch.add(both[:n], both[n:], alpha=1 / BASE).mul_(top.mul_(BASE / TOP))
+    return torch.add(both[:n], both[n:], alpha=1 / BASE).mul_(top.mul_(number(BASE / TOP)))
 
 
 def _by_fbgemm(x: Tensor, packed: Packed, scale: Tensor) -> Tensor:
@@ -155,12 +156,12 @@ def _by_fbgemm(x: Tensor, packed: Packed, scale: Tensor) -> Tensor:
     share = x / top
     digits = torch.empty(2, *x.shape)
     high, low = digits.unbind()
-    torch.mul(share, TOP / BASE, out=high).round_()
-    torch.sub(share.mul_(TOP), high, alpha=BASE, out=low)  # rounded by the product
+    torch.mul(share, number(TOP / BASE), out=high).round_()
+    torch.sub(share.mul_(number(TOP)), high, alpha=BASE, out=low)  # rounded by the product
     linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
     parts = [linear(digits, 1.0, BASE // 2, block) for block in packed.blocks]
     high, low = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).unbind()
-    return torch.add(high, low, alpha=1 / BASE).mul_(top.mul_(BASE / TOP)).mul_(scale)
+    return torch.add(high, low, alpha=1 / BASE).mul_(top.mul_(number(BASE / TOP))).mul_(scale)
 
 
 def _largest(x: Tensor) -> Tensor:
