@@ -71,11 +71,11 @@ class Linear:
         assert scale is None, "products of 8 bits need this step's operations"
         return F.linear(x, weight, bias)
 
-    def route(self, x: Input, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+    def router_logits(self, x: Input, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
         """The product as router logits, and `x` as a tensor for the experts."""
         if self._packed:
             return self(x, ops), ops.complete(x)
-        return ops.route(x, self.matrix)
+        return ops.router_logits(x, self.matrix)
 
     def part(self, x: torch.Tensor, ops: Ops) -> Part:
         """The product as a part of the residual, which the next norm may run."""

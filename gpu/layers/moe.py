@@ -114,7 +114,7 @@ class SparseMlp:
             x = ctx.ops.complete(x)
             logits = self._router.to_float32(x, ctx.ops)
         else:
-            logits, x = self._router.route(x, ctx.ops)
+            logits, x = self._router.router_logits(x, ctx.ops)
         if ctx.routes is not None:
             ctx.routes.append(ctx.ops.routes(logits, self._experts))
         return ctx.ops.experts(x, logits, self._experts)

@@ -57,15 +57,16 @@ class PendingExperts(NamedTuple):
 
 
 class PendingProduct(NamedTuple):
-    """x Wᵀ + b of `x` [n, inputs], not yet run: at few rows its kernel adds it to the residual."""
+    """A product x Wᵀ + b of `x` [n, inputs] that has not run yet. With few rows its kernel adds it to the
+    residual."""
 
     x: Tensor
     matrix: Matrix
 
 
 class PendingNorm(NamedTuple):
-    """RMSNorm of `x` [n, hidden] by `weight` and `eps`, not yet run: at few rows the kernels of the products
-    that consume it compute it, each anew."""
+    """An RMSNorm of `x` [n, hidden] by `weight` and `eps` that has not run yet. With few rows each product
+    that reads it computes it in its own kernel."""
 
     x: Tensor
     weight: Tensor
@@ -130,7 +131,7 @@ class Ops(Protocol):
     def add_then_norm(
         self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
     ) -> Input:
-        """As `add_rms_norm`, for `linear`, `gated_linear` and `route`: these may run the norm."""
+        """As `add_rms_norm`, for `linear`, `gated_linear` and `router_logits`, which may run the norm."""
         ...
 
     def complete(self, pending: Part | Input) -> Tensor:
@@ -197,8 +198,8 @@ class Ops(Protocol):
         """activation(first half) · second half of the 2 * width outputs of `linear`: [n, width]."""
         ...
 
-    def route(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
-        """Router logits [n, experts] of `x` by its `matrix`, and `x` as `experts` takes it."""
+    def router_logits(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
+        """Return the logits [n, experts] of `x` by the router's `matrix`, and `x` as `experts` takes it."""
         ...
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:

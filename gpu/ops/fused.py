@@ -31,10 +31,10 @@ in a dense layer or one of experts, 2 more in one of experts up to 4 rows.
 Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
 one that sums, adds and norms. Above 64 rows route is two.
 
-Up to 2 rows, where `gemv` multiplies, a product computes the norm in front of it beside its sums, and one
-whose output is part of the residual adds to it. A router stores the normed rows for its experts. With
-adapters, or weights of 4 or 8 bits, add and norm are a launch, as at more rows. On an H200 a step of one row
-of Qwen3-30B-A3B takes 4% less, of Qwen3-8B 1.6% (`bench/results/history/h200-one-row-folded-norms.json`).
+Up to 2 rows, where `gemv` multiplies, a product also computes the norm of its input, and a product whose
+output belongs to the residual adds it there. A router stores the normed rows for its experts. With adapters,
+or weights of 4 or 8 bits, add and norm are one launch, as at more rows. On an H200 a step of one row of
+Qwen3-30B-A3B takes 4% less, of Qwen3-8B 1.6% (`bench/results/history/h200-one-row-folded-norms.json`).
 
 A norm that stands behind attention or the MLP is one launch, as one before them. Where queries and keys are
 normed over all heads together, that is a launch more (plain: 18). gelu by tanh is a launch of its own at any
@@ -96,7 +96,8 @@ from gpu.quant.rows import Table
 from gpu.state.view import StepView
 
 FOLDED_ROWS = 2
-"""Rows up to which the kernels of products run the norm in front of them and add to the residual."""
+"""Maximum rows for which a norm runs in the product that follows it, and the residual is added in the product
+before it."""
 
 IN_MEMORY = "tables in files are read on a CPU"
 """Of an assertion."""
@@ -186,13 +187,15 @@ class TritonOps:
     def add_then_norm(
         self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
     ) -> Input:
-        """See `Ops.add_then_norm`. Of a row or two the products before and behind add and norm: no launch."""
+        """See `Ops.add_then_norm`. For one or two rows no kernel is launched: the product before adds, and
+        the product behind norms."""
         if keep is None and len(residual) <= FOLDED_ROWS and (part is None or self._added(part, residual)):
             return PendingNorm(residual, weight, eps)
         return self.add_rms_norm(part, residual, weight, eps, keep)
 
     def _added(self, part: Part | None, residual: Tensor) -> bool:
-        """Whether the kernel that makes `part` added it to `residual`; else nothing has run."""
+        """Run `part` in a kernel that adds it to `residual`. False, with nothing run, where no kernel does
+        that."""
         if len(residual) > FOLDED_ROWS:
             return False
         if isinstance(part, PendingProduct):
@@ -216,8 +219,9 @@ class TritonOps:
         residual: Tensor | None = None,
         normed: Tensor | None = None,
     ) -> Tensor | None:
-        """The product by `gemv`, which computes a pending norm, and stores it in `normed`, and adds to a
-        `residual`; None where another kernel multiplies."""
+        """Multiply by `gemv`; None where another kernel multiplies this matrix. A pending norm of `x` runs
+        in the same kernel, which stores the normed rows in `normed` and adds the product to `residual` where
+        given."""
         weight, bias, scale, lora = matrix
         rows, norm = (x.x, x[1:]) if isinstance(x, PendingNorm) else (x, None)
         if scale is not None or (lora is not None and self.adapts):
@@ -380,8 +384,8 @@ class TritonOps:
         delta = shrink_ahead(x, lora, adapters, pdl=pdl)
         return skinny_gemm(x, weight, bias, cut, kernels.counters, gated=gated, delta=delta, pdl=pdl)
 
-    def route(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
-        """See `Ops.route`."""
+    def router_logits(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
+        """See `Ops.router_logits`."""
         if isinstance(x, PendingNorm):
             normed = torch.empty_like(x.x)
             if (logits := self._gemv(x, matrix, normed=normed)) is not None:

@@ -184,8 +184,8 @@ class TorchOps:
         """See `Ops.gated_linear`."""
         return gate(self.linear(x, matrix), activation)
 
-    def route(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
-        """See `Ops.route`."""
+    def router_logits(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
+        """See `Ops.router_logits`."""
         return self.linear(x, matrix), self.complete(x)
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:

@@ -27,7 +27,7 @@ class TableOps:
         self.rotation, self.attend, self.store = own.rotation, own.attend, own.store
         self.linear, self.gated_linear, self.add_lora = own.linear, own.gated_linear, own.add_lora
         self.attend_latent, self.complete = own.attend_latent, own.complete
-        self.route, self.experts, self.routes = own.route, own.experts, own.routes
+        self.router_logits, self.experts, self.routes = own.router_logits, own.experts, own.routes
         self.mean_squares = own.mean_squares
 
     def for_samples(self) -> Ops:

@@ -25,10 +25,10 @@ finds by the slots where one begins. An early token may see nothing of the row's
 a late one nothing of its first: such a partial result is empty (-inf), and the merge leaves it out. Where
 drafts may be trees, each token has a mask of the keys before its own (`StepView.ancestors`).
 
-With few rows a program has one tile or two, and waits for them longer than it computes. There it loads the
-first one before the wait, but for the keys that this step adds (`DecodeConfig.newest`). The kernel in front,
-which norms and rotates, lets it begin before its own wait, so that the tile comes while the product in front
-of both still runs: 5.3 us a layer between products, for 6.3, at 1,040 keys on an H200.
+With few rows a program has one or two tiles, and spends more time waiting for them than computing. It then
+loads the first tile before the wait, without the keys that this step adds (`DecodeConfig.newest`). The kernel
+before it, which norms and rotates heads, launches it before its own wait, so the tile is loaded while the
+product of queries, keys and values still runs: 5.3 us a layer instead of 6.3 at 1,040 keys on an H200.
 
 `plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer. Under dependent
 launch at least two kernels stand between them, the first of which waits before it lets the second begin: the
@@ -293,7 +293,7 @@ def _page(
     TILE: tl.constexpr,
     CACHE: tl.constexpr,
 ) -> tl.tensor:
-    """The pages of a tile as `load_pages` gives them: those that it was loaded `ahead` from, if it was."""
+    """Return the pages of a tile as `load_pages` does; where the tile was loaded `ahead`, they are known."""
     if ahead is not None:
         page = ahead[0]
     else:
@@ -346,7 +346,7 @@ def _decode(
         return
     first, pieces = load_record(segments + segment * FIELDS + 6, 2, ".cg")
     lead, lead_row, lead_first, lead_pieces = segment, row, first, pieces
-    # Runs of turns, each with what was loaded ahead for its tile: the first tile, and the others.
+    # Where the first tile was loaded ahead, it is a loop of its own: the others are pipelined.
     stops: tl.tensor = (count,)
     held: tl.tensor = (None,)
     if NEWEST > 0:

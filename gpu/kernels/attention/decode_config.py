@@ -7,23 +7,23 @@ from typing import NamedTuple
 from gpu.kernels.jit import cdiv, pow2
 
 SOME = 32
-"""Rows up to which a third program of a multiprocessor pays more than its copies further ahead."""
+"""Maximum rows for which three programs on a multiprocessor are faster than two with more pipeline stages."""
 
 LANES = 64
-"""Queries times heads of a group that share a pass at most: as many as wgmma multiplies at once, and as many
-accumulators as leave two programs of a multiprocessor room in its registers."""
+"""Maximum of queries times heads of a group that share a pass over the keys: wgmma multiplies that many at
+once, and the registers of a multiprocessor hold the accumulators of two such programs."""
 
 COARSE_LANES = 32
-"""`LANES` for float8 pages. With 64 the registers do not suffice: each thread spills 232 bytes."""
+"""`LANES` for float8 pages: with 64 each thread spills 232 bytes of registers."""
 
 WIDE_LANES = 16
-"""The same where heads are wider than 128 or elements than 2 bytes: with 32, 3 KB a thread are spilled."""
+"""`LANES` for heads wider than 128 or elements of 4 bytes: with 32 each thread spills 3 KB."""
 
 
 LONE_GROUP = 8
-"""In groups from here on each token of a lone row is taken as a row: its keys come from the L2 cache, and 4
-or 8 tokens of 1,024 keys take 7.7 or 9.2 us on an H200, together 9.7 or 17.1 (in groups of 4 9.4 or 12.6,
-together 8.3 or 11.0)."""
+"""Smallest group in which each token of a single row is computed as a row of its own; they read the same keys
+from the L2 cache. On an H200 4 and 8 tokens of 1,024 keys take 7.7 and 9.2 us so, and 9.7 and 17.1 us in one
+pass (in groups of 4: 9.4 and 12.6, and 8.3 and 11.0 in one pass)."""
 
 
 class DecodeConfig(NamedTuple):
@@ -54,8 +54,9 @@ def decode_config(
     deep: bool = True,
     coarse: bool = False,
 ) -> DecodeConfig:
-    """For a graph of so many rows. `few`: that have few keys of their own, as behind a shared prefix; `deep`:
-    a multiprocessor has 228 KiB of shared memory and elements are of two bytes; `coarse`: pages are float8.
+    """Return the config for a graph of `rows` rows. `few`: the rows have few keys of their own, as behind a
+    shared prefix; `deep`: a multiprocessor has 228 KiB of shared memory and elements have two bytes;
+    `coarse`: pages are float8.
 
     As many programs as a multiprocessor holds, and no fewer. Where there was room for a third of two, they
     took up to a fifth longer under dependent launch (probably some processors got three and others one:
@@ -110,14 +111,15 @@ for `few` keys, by reasoning. `programs` here are those of a multiprocessor. The
 measured on an H200 at 1, 32, 128 and 256 rows of 1,024 and 4,096 keys (`bench/results/verify-h200.json`; at
 32 rows of 1,024 keys 64 lanes take 36.9 us, in tiles of 32 keys 36.0).
 
-Few rows are cut into fewer pieces the more lanes they have, as one program reads all pieces of a row again:
-of 64 lanes one is 32 KB, as much as a tile of 64 keys. The tiles of a piece are under way together."""
+With few rows a config of more lanes cuts a row into fewer pieces, because one program merges all pieces of a
+row: a piece of 64 lanes has 32 KB, as much as a tile of 64 keys. The tiles of a piece are under way
+together."""
 
 
 def latent_config(parts: int, processors: int, itemsize: int = 2) -> DecodeConfig:
-    """For `parts` of query heads over latents (MLA), by reasoning: two programs of a multiprocessor, of 88 KB
-    and 255 registers a thread. With a second tile under way there would be room for one. Four bytes are for
-    correctness alone."""
+    """Return the config for `parts` of query heads over latents (MLA). Reasoned, not measured: two programs
+    run on a multiprocessor, each with 88 KB of shared memory and 255 registers a thread; one more tile in
+    flight would leave room for one program. Elements of four bytes are for tests of correctness."""
     return DecodeConfig(32 if itemsize <= 2 else 16, 4, 3, max(2 * processors // parts, 1))
 
 

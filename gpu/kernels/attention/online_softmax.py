@@ -41,8 +41,8 @@ def load_pages(
     TILE: tl.constexpr,
     CACHE: tl.constexpr,
 ) -> tl.tensor:
-    """The pages of a tile's keys, [TILE], or one for all, loaded with the cache modifier CACHE. Those behind
-    `end` are page 0."""
+    """Load the page of each key of a tile, [TILE], or the one page that holds all, with the cache modifier
+    CACHE. Keys from `end` on get page 0."""
     policy: tl.constexpr = KEPT if CACHE == "" else ""
     if PAGE % TILE == 0:
         at = table + tile // (PAGE // TILE)
@@ -82,7 +82,7 @@ def add_tail_scores(
 
 @jit
 def zero_values(N: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the initial accumulator `acc` of N queries for `attend_tile`: zeros."""
+    """Return zeros, as `attend_tile` expects the accumulator `acc` of N queries at first."""
     block_d: tl.constexpr = SHAPE.block_d // 2 if SHAPE.paired else SHAPE.block_d
     acc = tl.zeros([N, block_d], tl.float32)
     return (acc, acc) if SHAPE.paired else acc
@@ -127,7 +127,7 @@ def _float16_pairs(pairs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def _elements(
     token: tl.tensor, seen: tl.tensor, stride: int, SHAPE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Offsets [TILE, block_d] of the keys of `token` [TILE], or of their values, and which of them are
+    """Return the offsets [TILE, block_d] of the keys or values of `token` [TILE], and a mask of those
     `seen`."""
     d = tl.arange(0, SHAPE.block_d)
     mask = seen[:, None]
@@ -149,8 +149,8 @@ def load_ahead(
     TILE: tl.constexpr,
     NEWEST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Load a tile's keys and values [TILE, block_d] from `start` to `end` but for the NEWEST ones, past L1;
-    neither latents nor float8. Returns `page` and both."""
+    """Load the keys and values [TILE, block_d] of a tile from `start` to `end`, without the NEWEST ones,
+    past L1. Not for latents or float8 pages. Returns `page`, keys and values."""
     at = tile * TILE + tl.arange(0, TILE)
     token = page.to(tl.int64 if SHAPE.wide else tl.int32) * SHAPE.page + at % SHAPE.page
     place, mask = _elements(token, (at >= start) & (at < end - NEWEST), stride, SHAPE)

@@ -45,8 +45,8 @@ def store_row(
     DIM: tl.constexpr,
     QUERIES: tl.constexpr,
 ) -> None:
-    """Store a row's whole result `found` [n, block_d], beside its `sinks`, and its log-sum-exps `sums` [n],
-    where they are wanted; `head` as in `store_segment`."""
+    """Store the result `found` [n, block_d] of a row after applying its `sinks`, and its log-sum-exps `sums`
+    [n] if `lse` is given; `head` as in `store_segment`."""
     d = tl.arange(0, found.shape[1])
     known = head < HEADS * QUERIES
     found = beside_sinks(found, sums, sinks, head % HEADS, known)

@@ -101,11 +101,11 @@ def _products(
     SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of every row of `x` [ROWS, K], normed by the weights `norm`, if any, its products with each of the
-    matrices `held`: one behind the other, a tuple of float32 [SPAN]. Also a tuple of the norms' scales.
+    """Return the products of every row of `x` [ROWS, K] with each of the matrices `held`, a tuple of float32
+    [SPAN], row by row, and a tuple of the norms' scales. With weights `norm` the rows are normed first.
 
-    The norm's scale is a factor of the sums. So the sum of squares grows beside them, and no pass over the
-    row comes before; what is multiplied is not rounded in between."""
+    The scale of a norm is a factor of the sums, so the sum of squares is computed in the same pass over the
+    row. The normed row is not rounded before it is multiplied."""
     MANY: tl.constexpr = len(held)
     sums: tl.tensor = ()
     for _ in tl.static_range(ROWS * MANY):

@@ -67,7 +67,7 @@ def test_norm_in_front_and_residual_behind(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    """The norm's rows are far from 1, and its weights have a dtype of their own."""
+    """The rows have a mean square of about 900, and the norm's weights are float32 whatever the rows are."""
     x, weight, bias = linear(rows, outputs, inputs, device, dtype)
     x, norm, eps = x * 30, torch.rand(inputs, device=device) + 0.5, 1e-3
     exact = x.double()
@@ -86,7 +86,8 @@ def test_norm_in_front_and_residual_behind(
 
 @pytest.mark.parametrize("outputs", [4, 33])
 def test_normed_rows_are_those_of_the_norms_kernel(outputs: int, device: torch.device) -> None:
-    """Each program stores a part of them: of 96 inputs 96 and 4."""
+    """Each program stores a part of the rows: with 4 outputs one program stores all 96 inputs, with 33
+    outputs nine programs store up to 16 each."""
     x, weight, _ = (each.bfloat16() for each in linear(2, outputs, 96, device, torch.float32))
     norm, normed = torch.rand(96, device=device) + 0.5, torch.full_like(x, float("nan"))
     gemv(x, weight, None, GemvConfig(4, 4), norm=(norm, 1e-5), normed=normed)
@@ -95,7 +96,7 @@ def test_normed_rows_are_those_of_the_norms_kernel(outputs: int, device: torch.d
 
 
 def test_the_sum_is_that_of_the_norms_kernel(device: torch.device) -> None:
-    """The residual has the same bits, whoever adds."""
+    """The residual has the same bits whether `gemv` or the norm's kernel adds to it."""
     x, weight, bias = (each.bfloat16() for each in linear(2, 40, 256, device, torch.float32))
     residual = torch.randn(2, 40, device=device).bfloat16()
     other = residual.clone()
