@@ -22,6 +22,7 @@ from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.decode_config import decode_config
+from gpu.kernels.attention.decode_plan import plan_decode
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import gemv, skinny
 from gpu.kernels.moe import fused as moe
@@ -242,7 +243,7 @@ def attention() -> Iterator[Check]:
         held = scalar(skip, DEVICE) if skip else None
         count = scalar(live, DEVICE)
         own = kept.lengths[kept.slots]
-        plan = decode.plan_decode(kept.slots, own, config, window=window, num_rows=count, skip=held)
+        plan = plan_decode(kept.slots, own, config, window=window, num_rows=count, skip=held)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         lse = torch.zeros(rows, heads.q, device=DEVICE)
         scale = heads.dim**-0.5
@@ -400,7 +401,7 @@ def shared_prefix() -> Iterator[Check]:
         cache, shared = (kept.k, kept.v), scalar(common, DEVICE)
         group = heads.q // heads.kv
         config = decode_config(heads.dim, heads.kv, _processors(), rows, group=group, few=True)
-        plan = decode.plan_decode(kept.slots, kept.lengths[kept.slots], config, skip=shared)
+        plan = plan_decode(kept.slots, kept.lengths[kept.slots], config, skip=shared)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         lse = torch.zeros(rows, heads.q, device=DEVICE)
         layer = kept.layer(16, scale)

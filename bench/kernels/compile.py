@@ -38,6 +38,7 @@ from gpu.kernels.attention import cascade, decode, latent, prefill, prefill_merg
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.decode_config import latent_config, verify_config
+from gpu.kernels.attention.decode_plan import plan_decode
 from gpu.kernels.attention.pages import Pages, latent_parts
 from gpu.kernels.gemm import gemv, int4, int4_gemv, scaled, skinny
 from gpu.kernels.jit import cdiv
@@ -92,7 +93,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
         table = torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, size.kv, size.dim, dtype=dtype)
-        plan = decode.plan_decode(slots, lengths, config, longest=query, num_rows=n, pdl=pdl)
+        plan = plan_decode(slots, lengths, config, longest=query, num_rows=n, pdl=pdl)
         space = decode.decode_workspace(256, size.q, size.kv, size.dim, config, CPU)
         q = empty(256, size.q, size.dim)
         layer = Pages(both[:, 0], both[:, 1], table, page, 0.1, sinks=empty(size.q) if sinks else None)
@@ -127,7 +128,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         parts = latent_parts(heads)
         config = latent_config(parts, 132)
         slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
-        plan = decode.plan_decode(slots, lengths, config, num_rows=n, pdl=pdl)
+        plan = plan_decode(slots, lengths, config, num_rows=n, pdl=pdl)
         space = decode.decode_workspace(256, heads, parts, 512, config, CPU)
         decode.paged_decode(empty(256, heads, 576), latents(heads), plan, space, config, pdl=pdl)
 

@@ -15,6 +15,7 @@ from core.config import MAX_NODES
 from core.models import LinearSpec
 from gpu.kernels.attention import decode
 from gpu.kernels.attention.decode_config import verify_config
+from gpu.kernels.attention.decode_plan import plan_decode
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.delta import gated_delta
 from gpu.kernels.ngram import look_up
@@ -103,7 +104,7 @@ class _Step:
         config = verify_config(128, kv, 132, self.decode.tokens, query, group=4)
         view = self.buffers.view(self.decode)
         both = torch.empty(64 * PAGE, 2, kv, 128, dtype=torch.bfloat16)
-        plan = decode.plan_decode(
+        plan = plan_decode(
             view.decode_slots, view.decode_lengths, config, longest=query, num_rows=view.num_decode,
             ancestors=view.ancestors, pdl=pdl,
         )  # fmt: skip

@@ -24,6 +24,7 @@ from gpu.kernels.attention import cascade, decode
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.decode_config import DecodeConfig, decode_config
+from gpu.kernels.attention.decode_plan import plan_decode
 from gpu.kernels.gemm.gemv import GemvConfig, gemv, gemv_config
 from gpu.kernels.gemm.skinny import SkinnyConfig, skinny_config, skinny_gemm, split_k_counters
 from gpu.kernels.moe import fused as moe
@@ -70,7 +71,7 @@ def _decode_calls(
     calls: list[Callable[[], Tensor]] = []
     for _ in range(sets):
         kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
-        plan = decode.plan_decode(kept.slots, kept.lengths[kept.slots], config)
+        plan = plan_decode(kept.slots, kept.lengths[kept.slots], config)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         q = _randn(rows, heads.q, heads.dim)
 
@@ -113,7 +114,7 @@ def attention() -> Iterator[Row]:
             rows.append(_decode_row("decode cut", Heads(), 16, lengths, config, ""))
         yield from sorted(rows, key=lambda row: row.us)[:4]
     slots, lens = torch.arange(1, 513, device=DEVICE), torch.full((514,), 1000, device=DEVICE)
-    us = microseconds([partial(decode.plan_decode, slots, lens, base)])
+    us = microseconds([partial(plan_decode, slots, lens, base)])
     yield Row("plan_decode", "512 rows", us, 512 * 4 * 6)
     a, la = _randn(128, 32, 128), torch.randn(128, 32, device=DEVICE)
     us = microseconds([partial(merge.merge_state, a, la, a.clone(), la.clone())])
@@ -139,7 +140,7 @@ def compile_decode(cut: tuple[int, int, int, int]) -> None:
     heads, config = Heads(), DecodeConfig(*cut[:3], 66)
     kept, q = _blank(heads, 256), torch.empty(256, heads.q, heads.dim, dtype=DTYPE)
     with compiling():
-        plan = decode.plan_decode(kept.slots, kept.slots, config)
+        plan = plan_decode(kept.slots, kept.slots, config)
         space = decode.decode_workspace(256, heads.q, heads.kv, heads.dim, config, q.device)
         decode.paged_decode(q, kept.layer(16, heads.dim**-0.5), plan, space, config)
 

@@ -27,8 +27,9 @@ from bench.kernels.compile import compiling
 from bench.kernels.inputs import Heads, Pages, error
 from bench.kernels.timing import BANDWIDTH, microseconds
 from bench.kernels.tune import compile_all
-from gpu.kernels.attention.decode import decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode import decode_workspace, paged_decode
 from gpu.kernels.attention.decode_config import DecodeConfig, decode_config, verify_config
+from gpu.kernels.attention.decode_plan import plan_decode
 from gpu.kernels.attention.pages import Pages as Layer
 
 DEVICE = torch.device("cuda")

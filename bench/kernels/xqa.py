@@ -19,8 +19,9 @@ from bench.kernels import inputs
 from bench.kernels.inputs import Heads, Pages
 from bench.kernels.timing import BANDWIDTH, Row, microseconds
 from bench.results import save
-from gpu.kernels.attention.decode import decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode import decode_workspace, paged_decode
 from gpu.kernels.attention.decode_config import decode_config
+from gpu.kernels.attention.decode_plan import plan_decode
 
 PAGE = 16
 

@@ -9,8 +9,9 @@ from core.errors import ConfigError
 from gpu.attention.backend import AttentionConfig, Cache
 from gpu.device import HOPPER
 from gpu.kernels.attention.cascade import PrefixConfig, prefix_attention, prefix_config
-from gpu.kernels.attention.decode import DecodePlan, decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode import decode_workspace, paged_decode
 from gpu.kernels.attention.decode_config import DecodeConfig, latent_config, verify_config
+from gpu.kernels.attention.decode_plan import DecodePlan, plan_decode
 from gpu.kernels.attention.merge_state import merge_state
 from gpu.kernels.attention.pages import Pages, latent_parts
 from gpu.kernels.attention.prefill import paged_prefill

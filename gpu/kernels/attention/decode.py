@@ -10,9 +10,10 @@ All rows' keys are laid end to end in tiles, and every program takes an equal ru
 so long rows get more programs, short ones share one, and no length changes the grid: one captured
 graph serves them all. What a program does of one row is a segment. A row of one segment is finished
 there. Of a row of several, each stores a partial result; the last program (a counter per row and head)
-merges them (`gpu.kernels.attention.split_kv`), which saves the launch of a second kernel. The segment of
-program c in the row that is the r-th with any keys lies at c + r: along the staircase above one of the two
-grows at each step, so no two share a place, a program's lie side by side, and so do a row's.
+merges them, which saves the launch of a second kernel, or with few rows that kernel does
+(`gpu.kernels.attention.split_kv`). The segment of program c in the row that is the r-th with any keys lies
+at c + r: along the staircase above one of the two grows at each step, so no two share a place, a program's
+lie side by side, and so do a row's.
 
 A program runs through its tiles in one loop, whatever row they are of: the next row's keys and queries
 are on their way while a row ends. (A loop per row ran dry at each end: 512 rows of 96 keys took 89 us
@@ -28,7 +29,9 @@ drafts may be trees, each token has a mask of the keys before its own (`StepView
 With few rows a program has one or two tiles, and spends more time waiting for them than computing. It then
 loads the first tile before the wait, without the keys that this step adds (`DecodeConfig.newest`). The kernel
 before it, which norms and rotates heads, launches it before its own wait, so the tile is loaded while the
-product of queries, keys and values still runs: 5.3 us a layer instead of 6.3 at 1,040 keys on an H200.
+product of queries, keys and values still runs. A program whose run is that tile ends behind it: the code of
+the others, with a pipeline's beginning, took 0.3 us to pass by. With both and the merge in a kernel of its
+own a lone row of 1,040 keys takes 5.5 us a layer instead of 6.5 on an H200 (8 KV heads; with 4: 4.9 for 6.0).
 
 `plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer. Under dependent
 launch at least two kernels stand between them, the first of which waits before it lets the second begin: the
@@ -44,6 +47,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.attention.decode_config import DecodeConfig
+from gpu.kernels.attention.decode_plan import FIELDS, DecodePlan
 from gpu.kernels.attention.online_softmax import (
     KEPT,
     attend_tile,
@@ -55,46 +59,27 @@ from gpu.kernels.attention.online_softmax import (
     zero_where,
 )
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
-from gpu.kernels.attention.split_kv import Partials, merge_parts, partials, store_row, store_segment
+from gpu.kernels.attention.split_kv import (
+    Partials,
+    merge_parts,
+    merge_rows,
+    partials,
+    store_row,
+    store_segment,
+)
 from gpu.kernels.jit import (
     begin,
-    cdiv,
     jit,
-    jit_loose,
     launch_options,
     load_record,
     pow2,
-    store_record,
-    true_rows,
 )
-from gpu.kernels.paths import drafts_beside
-
-FIELDS: tl.constexpr = tl.constexpr(8)
-"""int32 per segment: one sector."""
 
 MERGED = 2048
 """Elements of partial results that a warp of a program merges at once: 64 registers a thread."""
 
 MOST_MERGED = 16
 """Of them at once, however small: the compiler sees each, and 64 are several seconds of its time."""
-
-
-class DecodePlan(NamedTuple):
-    """A step's division of work, for `rows` rows and `programs` programs per KV head.
-
-    runs      int32 [programs, 8]  the first six fields of each program's first segment, its place, and
-              how many tiles the program takes; where that is 0 the rest is arbitrary
-    segments  int32 [programs + rows, 8]  row, slot, its first tile of the row's, the tile behind its last,
-              first key position that the row attends to, its length, the row's first segment, and how
-              many it has; arbitrary where there is no segment
-
-    Where several tokens share a pass, `rows` are tokens, and a segment is of up to `queries` of a row: its
-    row is the first one's index times `queries` plus how many follow it, and in place of the row's first
-    segment stands the place of that one's results in `Workspace.parts`.
-    """
-
-    runs: Tensor
-    segments: Tensor
 
 
 class Workspace(NamedTuple):
@@ -117,145 +102,6 @@ def decode_workspace(
         partials(config.programs * config.queries + max_rows, heads, head_dim=head_dim, device=device),
         torch.zeros(max_rows, kv_heads, dtype=torch.int32, device=device),
     )
-
-
-@jit
-def _pick(own: tl.tensor, values: tl.tensor) -> tl.tensor:
-    """Of `values` [n] those that `own` [m, n] marks, at most one in each row: [m], 0 where there is none."""
-    return tl.sum(tl.where(own, values[None, :], 0), 1)
-
-
-@jit_loose("rows", "programs", "longest")
-def _plan(
-    slots: tl.tensor,
-    lengths: tl.tensor,
-    num_rows: tl.tensor,
-    skip: tl.tensor,
-    ancestors: tl.tensor | None,
-    plan: DecodePlan,
-    rows: int,
-    programs: int,
-    longest: tl.tensor,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    r = tl.arange(0, BLOCK)
-    p = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    begin(PDL)
-    n = true_rows(num_rows, rows)
-    live = r < n
-    slot = tl.load(slots + r, mask=live, other=0).to(tl.int32)
-    end = tl.load(lengths + r, mask=live, other=0).to(tl.int32)
-    start = tl.zeros([BLOCK], tl.int32)
-    if skip is not None:
-        start += tl.load(skip).to(tl.int32)
-    if WINDOW > 0:
-        oldest = end - WINDOW
-        if ancestors is not None:  # a tree's tokens stand up to 31 positions before their keys
-            if QUERIES > 1:
-                oldest -= 31
-            else:
-                oldest -= drafts_beside(tl.load(ancestors + r, mask=live, other=-1))
-        start = tl.maximum(start, oldest)
-    if QUERIES > 1:
-        # Of every QUERIES tokens of a row the first one stands for all: it begins where its own keys do and
-        # ends where the last one's do. The others have no keys.
-        before = tl.zeros([BLOCK], tl.int32)
-        behind = tl.zeros([BLOCK], tl.int32)
-        for i in range(1, longest):
-            before += (tl.load(slots + r - i, mask=live & (r >= i), other=-1) == slot).to(tl.int32)
-            behind += (tl.load(slots + r + i, mask=r + i < n, other=-1) == slot).to(tl.int32)
-        queries = tl.where(live & (before % QUERIES == 0), tl.minimum(behind + 1, QUERIES), 0)
-        end = tl.where(queries > 0, end + queries - 1, 0)
-    start = tl.minimum(start, end)
-    tiles = tl.where(start < end, (end + TILE - 1) // TILE - start // TILE, 0)
-    upto = tl.cumsum(tiles, 0)
-    first = upto - tiles
-    total = tl.sum(tiles, 0)
-    each = tl.maximum((total + programs - 1) // programs, LEAST)
-    # Rows without keys have no segments and no rank.
-    busy = tiles > 0
-    rank = tl.cumsum(busy.to(tl.int32), 0) - 1
-    head = rank + first // each
-    tail = rank + (upto - 1) // each
-    own = busy[None, :] & (head[None, :] <= p[:, None]) & (p[:, None] <= tail[None, :])
-    known = tl.sum(own.to(tl.int32), 1) > 0
-    c = p - _pick(own, rank)
-    own_first = tl.maximum(c * each, _pick(own, first))
-    own_last = tl.minimum((c + 1) * each, _pick(own, upto))
-    shift = _pick(own, start // TILE - first)
-    base = head
-    if QUERIES > 1:
-        base = first // each * QUERIES + r
-        r = r * QUERIES + queries - 1
-    own_row, own_slot = _pick(own, r), _pick(own, slot)
-    own_start, own_end = _pick(own, start), _pick(own, end)
-    low, high = own_first + shift, own_last + shift
-    at, count = plan.segments + p * FIELDS, _pick(own, tail - head + 1)
-    store_record(at, (own_row, own_slot, low, high, own_start, own_end, _pick(own, base), count), known)
-    # A program's run is written with its first segment; programs without work get a count of 0 below.
-    leads = known & (own_first == c * each)
-    at, count = plan.runs + c * FIELDS, tl.minimum(each, total - c * each)
-    store_record(at, (own_row, own_slot, low, high, own_start, own_end, p, count), leads)
-    idle = (p < programs) & (p * each >= total)
-    tl.store(plan.runs + p * FIELDS + 7, tl.zeros([SPAN], tl.int32), mask=idle)
-
-
-def plan_decode(
-    slots: Tensor,
-    lengths: Tensor,
-    config: DecodeConfig,
-    *,
-    longest: int = 1,
-    window: int = 0,
-    num_rows: Tensor | None = None,
-    skip: Tensor | None = None,
-    ancestors: Tensor | None = None,
-    pdl: bool = False,
-) -> DecodePlan:
-    """Divide a step's decode work.
-
-    slots     integer [rows]  slot of each row
-    lengths   integer [rows]  its tokens, this step's included
-    longest   the most tokens of a row, where several share a pass: rows are then tokens
-    window    positions a row sees, 0 for all
-    num_rows  int32 [1] on the device; rows from there on have no work
-    skip      integer [1] on the device: leading keys that are attended to elsewhere (cascade); less
-              than every live row's length
-    ancestors see `StepView.ancestors`
-    """
-    rows, device = len(slots), slots.device
-    places = rows + config.programs
-    plan = DecodePlan(
-        torch.empty(config.programs, FIELDS.value, dtype=torch.int32, device=device),
-        torch.empty(places, FIELDS.value, dtype=torch.int32, device=device),
-    )
-    block = max(pow2(rows), 64)  # one kernel for all small graphs: it is compiled anew for each size
-    span = min(max(2048 // block, 1), 16)  # times rows: what a program holds in registers
-    _plan[(cdiv(places, span),)](
-        slots,
-        lengths,
-        num_rows,
-        skip,
-        ancestors,
-        plan,
-        rows,
-        config.programs,
-        longest if config.queries > 1 else None,
-        WINDOW=window,
-        TILE=config.tile,
-        LEAST=config.least,
-        QUERIES=config.queries,
-        BLOCK=block,
-        SPAN=span,
-        **launch_options(pdl, 4),
-    )
-    return plan
 
 
 @jit
@@ -303,6 +149,49 @@ def _page(
 
 
 @jit
+def _merge_last(
+    space: Workspace,
+    kv_head: tl.tensor,
+    lead: tl.tensor,
+    latter: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    keys: Keys,
+    SHAPE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    """Count the partial results of a run in its rows, and merge the rows of which they were the last ones.
+    Only a run's first and last segment can be part of a row: place, row, the row's first segment and how
+    many it has, as `lead` and `latter`, are counted at once."""
+    dim: tl.constexpr = SHAPE.dim
+    group: tl.constexpr = SHAPE.group
+    heads: tl.constexpr = SHAPE.kv * group
+    block_d: tl.constexpr = SHAPE.block_d
+    two = tl.arange(0, 2)
+    whole = tl.where(two == 0, lead[3], latter[3])
+    partial = tl.where((two == 0) | (latter[0] > lead[0]), whole, 1) > 1
+    counter = space.counters + tl.where(two == 0, lead[1], latter[1]) // QUERIES * SHAPE.kv + kv_head
+    tl.debug_barrier()  # all threads' partials, before one thread increments the counters
+    arrived = tl.atomic_add(counter, 1, mask=partial, sem="acq_rel", scope="gpu")
+    due = tl.where(partial & (arrived + 1 == whole), 1, 0)
+    tl.store(counter, 0, mask=due > 0)
+    d = tl.arange(0, block_d)
+    g = tl.arange(0, BLOCK_G)
+    head = tl.where(g < group, kv_head * group + g, heads)
+    for side in range(2):
+        if tl.sum(tl.where(two == side, due, 0), 0) > 0:
+            row = tl.where(side == 0, lead[1], latter[1])
+            first, count = tl.where(side == 0, lead[2], latter[2]), tl.where(side == 0, lead[3], latter[3])
+            if QUERIES > 1:
+                head = _lanes(g, row % QUERIES, kv_head, group, heads, QUERIES)
+                row = row // QUERIES
+            merged, sums = merge_parts(space.parts, first, count, head, d, heads, dim, UNROLL, QUERIES)
+            store_row(merged, sums, row, head, out, lse, keys.sinks, heads, dim, QUERIES)
+
+
+@jit
 def _decode(
     q: tl.tensor,
     keys: Keys,
@@ -345,8 +234,8 @@ def _decode(
         begin(PDL)
         return
     first, pieces = load_record(segments + segment * FIELDS + 6, 2, ".cg")
-    lead, lead_row, lead_first, lead_pieces = segment, row, first, pieces
-    # Where the first tile was loaded ahead, it is a loop of its own: the others are pipelined.
+    lead = (segment, row, first, pieces)
+    # Where the first tile was loaded ahead, it is a loop of its own: the others, if any, are pipelined.
     stops: tl.tensor = (count,)
     held: tl.tensor = (None,)
     if NEWEST > 0:
@@ -361,6 +250,8 @@ def _decode(
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = zero_values(BLOCK_H, SHAPE)
     for run_of in tl.static_range(len(stops)):
+        if run_of > 0 and count == 1:
+            return
         for i in range(run_of, stops[run_of]):
             if QUERIES == 1:
                 # Anew for each tile: so they come as the keys do, and no row waits for its queries.
@@ -385,8 +276,8 @@ def _decode(
                     seen = tl.load(ancestors + token + query, mask=query <= more, other=-1)
             page = _page(keys, slot, tile, end, held[run_of], SHAPE, TILE, "")
             high, total, acc = attend_tile(
-                queries, k_cache, v_cache, page, tile, start, end, high, total, acc, keys.stride, keys.scale,
-                SHAPE, TILE, own_ends, WINDOW, seen, q_tail, held[run_of], NEWEST,
+                queries, k_cache, v_cache, page, tile, start, end, high, total, acc, keys.stride,
+                keys.scale, SHAPE, TILE, own_ends, WINDOW, seen, q_tail, held[run_of], NEWEST,
             )  # fmt: skip
             ends = tile + 1 == last
             if ends:
@@ -405,26 +296,9 @@ def _decode(
             row, slot, tile, last, start, end, first, pieces = _next_record(
                 segments + segment * FIELDS, turns, (row, slot, tile + 1, last, start, end, first, pieces)
             )
-    # Only a run's first and last segment can be part of a row: both are counted at once.
-    two = tl.arange(0, 2)
-    whole = tl.where(two == 0, lead_pieces, pieces)
-    partial = tl.where((two == 0) | (segment > lead), whole, 1) > 1
-    counter = space.counters + tl.where(two == 0, lead_row, row) // QUERIES * SHAPE.kv + kv_head
-    tl.debug_barrier()  # all threads' partials, before one thread increments the counters
-    arrived = tl.atomic_add(counter, 1, mask=partial, sem="acq_rel", scope="gpu")
-    due = tl.where(partial & (arrived + 1 == whole), 1, 0)
-    tl.store(counter, 0, mask=due > 0)
-    g = tl.arange(0, BLOCK_G)
-    head = tl.where(g < group, kv_head * group + g, heads)
-    for side in range(2):
-        if tl.sum(tl.where(two == side, due, 0), 0) > 0:
-            whose = tl.where(side == 0, lead_row, row)
-            base, n = tl.where(side == 0, lead_first, first), tl.where(side == 0, lead_pieces, pieces)
-            if QUERIES > 1:
-                head = _lanes(g, whose % QUERIES, kv_head, group, heads, QUERIES)
-                whose = whose // QUERIES
-            merged, sums = merge_parts(space.parts, base, n, head, d, heads, dim, UNROLL, QUERIES)
-            store_row(merged, sums, whose, head, out, lse, keys.sinks, heads, dim, QUERIES)
+    if NEWEST == 0:
+        latter = (segment, row, first, pieces)
+        _merge_last(space, kv_head, lead, latter, out, lse, keys, SHAPE, QUERIES, BLOCK_G, UNROLL)
 
 
 def paged_decode(
@@ -451,6 +325,7 @@ def paged_decode(
     rows, heads, _ = q.shape
     keys, shape = kernel_args(q, pages)
     assert not shape.tail or config.queries == 1, "tokens over latents are rows of their own"
+    assert not config.newest or config.queries == 1, "rows that are few are not read in passes"
     if out is None:
         out = torch.empty(rows, heads * shape.dim, dtype=q.dtype, device=q.device)
     ragged = config.queries > 1
@@ -476,4 +351,6 @@ def paged_decode(
         **launch_options(pdl, config.warps, config.stages),
         **({"maxnreg": config.registers} if config.registers and pdl else {}),
     )
+    if config.newest:
+        merge_rows(plan.rows, workspace.parts, out, lse, keys.sinks, heads, pdl=pdl)
     return out

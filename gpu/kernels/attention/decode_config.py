@@ -31,7 +31,8 @@ class DecodeConfig(NamedTuple):
     program is cheaper than the merge of two. `registers` of a thread at most, 0 for the compiler's choice.
     `queries` of a row's tokens share one pass over its keys; with 1 each token is a row of its own. Where
     `newest` is not 0, a program loads its first tile before the kernel that stores a step's keys has ended,
-    but for the `newest` keys of a row: the most that a step adds to one."""
+    but for the `newest` keys of a row, the most that a step adds to one; and a kernel of its own merges the
+    partial results of a row, which otherwise the last of its programs does."""
 
     tile: int
     warps: int

@@ -8,8 +8,9 @@ import torch
 from bench.kernels import reference
 from bench.kernels.inputs import Heads, error, pages, scalar
 from gpu.kernels.attention.cascade import PrefixConfig, prefix_attention
-from gpu.kernels.attention.decode import decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode import decode_workspace, paged_decode
 from gpu.kernels.attention.decode_config import DecodeConfig
+from gpu.kernels.attention.decode_plan import plan_decode
 from gpu.kernels.attention.merge_state import merge_state
 
 LENGTHS = [70, 49, 130, 65, 50]

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from bench.kernels import reference
 from bench.kernels.inputs import Heads, error, pages, rope, scalar
-from gpu.kernels.attention.decode import decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode import decode_workspace, paged_decode
 from gpu.kernels.attention.decode_config import DecodeConfig
+from gpu.kernels.attention.decode_plan import plan_decode
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 
 WIDE = [5, 1, 130, 64, 2]
 
 
+@pytest.mark.parametrize("newest", [0, 1])
 @pytest.mark.parametrize(
     ("heads", "page_size", "lengths", "live", "programs", "window", "cap", "skip"),
     [
@@ -39,13 +41,14 @@ def test_paged_decode(
     window: int,
     cap: float,
     skip: int,
+    newest: int,
     device: torch.device,
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
     kept = pages(lengths, page_size, heads, dtype, device)
     q = torch.randn(len(lengths), heads.q, heads.dim, device=device).to(dtype)
-    config = DecodeConfig(tile=32, warps=4, stages=2, programs=programs)
+    config = DecodeConfig(tile=32, warps=4, stages=2, programs=programs, newest=newest)
     plan = plan_decode(
         kept.slots,
         kept.lengths[kept.slots],
@@ -124,8 +127,8 @@ def test_a_row_gone_wrong_stays_alone(device: torch.device, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("newest", [1, 3, 40])
 @pytest.mark.parametrize("window", [0, 37])
-def test_first_tiles_loaded_ahead_change_no_bit(
-    window: int, newest: int, device: torch.device, dtype: torch.dtype
+def test_first_tiles_loaded_ahead_change_nothing(
+    window: int, newest: int, device: torch.device, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Of rows with fewer keys than `newest`, with a last tile of newest keys alone, and behind a window."""
     heads, lengths = Heads(4, 2, 24), [1, 65, 200, 34]
@@ -138,7 +141,7 @@ def test_first_tiles_loaded_ahead_change_no_bit(
         space = decode_workspace(len(lengths), heads.q, heads.kv, heads.dim, config, device)
         layer = kept.layer(16, heads.dim**-0.5)
         found.append(paged_decode(q, layer, plan, space, config, window=window))
-    assert torch.equal(*found)
+    assert error(*found) < tolerance  # parts are added up in another order
 
 
 @pytest.mark.gpu

@@ -12,8 +12,9 @@ from torch import Tensor
 from bench.kernels.inputs import Heads, error, pages
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
-from gpu.kernels.attention.decode import decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.decode import decode_workspace, paged_decode
 from gpu.kernels.attention.decode_config import DecodeConfig
+from gpu.kernels.attention.decode_plan import plan_decode
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step as triton_begin
 from gpu.sample import torch_kernels
