@@ -181,8 +181,8 @@ def test_hidden_states_and_pages(variant: str, tmp_path: Path) -> None:
     "variant", ["qwen2", "qwen3-moe-mixed", "qwen2-moe", "gemma3", "olmo3", "deepseek-v3-halves", "gpt-oss"]
 )
 def test_products_of_few_rows(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By kernels of their own, which float32 is not given: here it is, in wide cuts for the interpreter. Of
-    one or two rows they run the norms in front of them and add to the residual."""
+    """By kernels of their own, which float32 is not given: here it is, in wide cuts for the interpreter. Of a
+    lone row they run the norms in front of them and add to the residual."""
     monkeypatch.setattr("gpu.ops.fused.gemv_config", lambda *_, **__: GemvConfig(32, 4))
     both = Both(variant, tmp_path)
     both.step(begins(1, 1, 2), 2)
@@ -192,7 +192,7 @@ def test_products_of_few_rows(variant: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe"])
-def test_norms_of_few_rows_are_no_launches(
+def test_norms_of_a_lone_row_are_no_launches(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the last one, in front of the head."""
