@@ -13,7 +13,7 @@ from gpu.kernels.gemm.gemv import GemvConfig
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
 
 
-def test_keys_loaded_ahead_change_no_bit_of_a_layer() -> None:
+def test_keys_loaded_ahead_and_a_merge_kernel_change_nothing_of_a_layer() -> None:
     """And without attention it is another layer."""
     start, found = torch.randn(1, 64), []
     for cut in (DecodeConfig(32, 4, 2, 3), DecodeConfig(32, 4, 2, 3, newest=1), None):
@@ -21,6 +21,6 @@ def test_keys_loaded_ahead_change_no_bit_of_a_layer() -> None:
         residual = start.clone()
         layer(Size(64, Heads(4, 2, 16)), 70, residual, cut, GemvConfig(8, 4))()
         found.append(residual)
-    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[1])  # parts are added up in another order
     assert not torch.equal(found[0], start)
     assert not torch.equal(found[0], found[2])
