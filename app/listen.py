@@ -42,7 +42,12 @@ async def listen(runner: Runner, serve: ServeConfig) -> Address:
     try:
         with bind_path(serve.uds) if serve.uds else bind(serve.host, serve.port) as listener:
             for _ in range(ACCEPTS):
-                await web.SockSite(runner, listener.dup(), backlog=BACKLOG, ssl_context=secure).start()
+                handle = listener.dup()
+                try:
+                    await web.SockSite(runner, handle, backlog=BACKLOG, ssl_context=secure).start()
+                except OSError:
+                    handle.close()
+                    raise
             if serve.uds:
                 return Address(f"{scheme}://localhost", serve.uds)
             host, port = listener.getsockname()[:2]
@@ -51,6 +56,8 @@ async def listen(runner: Runner, serve: ServeConfig) -> Address:
         if error.errno == errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             hint = f" The limit is {limit}: raise it with 'ulimit -Hn' or LimitNOFILE of systemd."
+        elif error.errno == errno.EADDRINUSE:  # two may bind a port while neither listens
+            hint = f" Another server took port {serve.port} just now: choose one with --port (0: a free one)."
         raise ConfigError(f"cannot listen: {error.strerror or error}.{hint}") from error
     name = "localhost" if host in ANYWHERE else f"[{host}]" if ":" in host else host
     return Address(f"{scheme}://{name}:{port}")

@@ -113,6 +113,19 @@ async def test_too_few_open_files_are_an_error_of_the_operator(tmp_path: Path, f
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+async def test_a_port_taken_between_bind_and_listen_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another server that started at the same time."""
+    with bind("127.0.0.1", 0) as own, bind("127.0.0.1", own.getsockname()[1]) as other:
+        other.listen()
+        monkeypatch.setattr("app.listen.bind", lambda *_: own)
+        serve = ServeConfig(host="127.0.0.1", port=own.getsockname()[1], data_dir=str(tmp_path))
+        async with prepared(serve) as runner:
+            with pytest.raises(ConfigError, match=rf"Another server took port {serve.port} .* --port"):
+                await listen(runner, serve)
+
+
 @pytest.mark.parametrize("path", ["", "http"])
 async def test_nobody_is_accepted_after_the_end(tmp_path: Path, path: str) -> None:
     uds = str(tmp_path / path) if path else ""
