@@ -85,17 +85,22 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         return torch.empty(shape, dtype=dtype)
 
     def attention(
-        page: int, size: Heads, query: int = 1, sinks: bool = False, dtype: torch.dtype = DTYPE
+        page: int,
+        size: Heads,
+        query: int = 1,
+        sinks: bool = False,
+        dtype: torch.dtype = DTYPE,
+        rows: int = 256,
     ) -> None:
         config = verify_config(
-            size.dim, size.kv, 132, 256 * query, query, group=size.q // size.kv, coarse=dtype != DTYPE
+            size.dim, size.kv, 132, rows * query, query, group=size.q // size.kv, coarse=dtype != DTYPE
         )
-        slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
+        slots, lengths = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
         table = torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, size.kv, size.dim, dtype=dtype)
         plan = plan_decode(slots, lengths, config, longest=query, num_rows=n, pdl=pdl)
-        space = decode.decode_workspace(256, size.q, size.kv, size.dim, config, CPU)
-        q = empty(256, size.q, size.dim)
+        space = decode.decode_workspace(rows, size.q, size.kv, size.dim, config, CPU)
+        q = empty(rows, size.q, size.dim)
         layer = Pages(both[:, 0], both[:, 1], table, page, 0.1, sinks=empty(size.q) if sinks else None)
         decode.paged_decode(q, layer, plan, space, config, pdl=pdl)
 
@@ -352,6 +357,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "merge": lambda: merge.merge_state(empty(256, 32, 128), lse, empty(256, 32, 128), lse, pdl=pdl),
         "decode, page 16": lambda: attention(16, heads),
         "decode, page 64": lambda: attention(64, heads),
+        "decode, one row": lambda: attention(16, heads, rows=1),
+        "decode, one row, dim 256": lambda: attention(16, Heads(16, 8, 256), rows=1),
         "decode, fp8": lambda: attention(16, heads, dtype=torch.float8_e4m3fn),
         "decode, fp8, dim 256": lambda: attention(16, Heads(16, 8, 256), dtype=torch.float8_e4m3fn),
         "decode, dim 8": lambda: attention(16, Heads(8, 4, 8)),
@@ -371,6 +378,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "chunks, window": lambda: chunks(16, heads, window=1024),
         "chunks, fp8": lambda: chunks(16, heads, torch.float8_e4m3fn),
         "sinks, decode": lambda: attention(16, GPT_OSS_HEADS, sinks=True),
+        "sinks, one row": lambda: attention(16, GPT_OSS_HEADS, sinks=True, rows=1),
         "sinks, verify": lambda: attention(16, GPT_OSS_HEADS, 4, sinks=True),
         "sinks, chunks": lambda: chunks(16, GPT_OSS_HEADS, sinks=True),
         "sinks, window": lambda: chunks(16, GPT_OSS_HEADS, window=128, sinks=True),
