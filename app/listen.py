@@ -45,7 +45,7 @@ async def listen(runner: Runner, serve: ServeConfig) -> Address:
                 handle = listener.dup()
                 try:
                     await web.SockSite(runner, handle, backlog=BACKLOG, ssl_context=secure).start()
-                except OSError:
+                except BaseException:  # also where the start is cancelled
                     handle.close()
                     raise
             if serve.uds:
