@@ -76,5 +76,5 @@ class Attention:
         ctx.ops.store(self._layer, kv, self._heads[1], rotation, self._norms)
 
     def project(self, ctx: ForwardContext, found: torch.Tensor) -> Part:
-        """Output projection of the heads' output: [n, hidden], or what the next norm makes it of."""
+        """Return the output projection of the heads' output [n, hidden], or a pending product of it."""
         return self._out.part(found, ctx.ops)

@@ -74,5 +74,5 @@ class GatedDeltaNet:
         return torch.cat(qkv, -1), z, b, a
 
     def project(self, ctx: ForwardContext, found: torch.Tensor) -> Part:
-        """Output projection of the heads' output: [n, hidden], or what the next norm makes it of."""
+        """Return the output projection of the heads' output [n, hidden], or a pending product of it."""
         return self._out.part(found, ctx.ops)

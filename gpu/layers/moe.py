@@ -109,7 +109,7 @@ class SparseMlp:
         self._experts = self._experts._replace(lora=self._experts.lora._replace(down=lora))
 
     def __call__(self, ctx: ForwardContext, x: Input) -> Part:
-        """[n, hidden] to [n, hidden], or to what the next norm makes it of."""
+        """Return the output [n, hidden] for `x` [n, hidden], or experts that the next norm runs."""
         if self._exact:
             x = ctx.ops.complete(x)
             logits = self._router.to_float32(x, ctx.ops)

@@ -27,7 +27,7 @@ class RmsNorm:
     def before(
         self, ctx: ForwardContext, part: Part | None, residual: torch.Tensor, keep: torch.Tensor | None = None
     ) -> Input:
-        """The same in front of products, whose kernels may run it."""
+        """Do the same, but the result is read by products alone: their kernels may compute the norm."""
         return ctx.ops.add_then_norm(part, residual, self.weight, self.eps, keep)
 
     def add_to(self, ctx: ForwardContext, residual: torch.Tensor, part: Part) -> None:

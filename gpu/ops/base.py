@@ -57,7 +57,7 @@ class PendingExperts(NamedTuple):
 
 
 class PendingProduct(NamedTuple):
-    """A product x Wᵀ + b of `x` [n, inputs] that has not run yet. With few rows its kernel adds it to the
+    """A product x Wᵀ + b of `x` [n, inputs] that has not run yet. With one row its kernel adds it to the
     residual."""
 
     x: Tensor
@@ -65,7 +65,7 @@ class PendingProduct(NamedTuple):
 
 
 class PendingNorm(NamedTuple):
-    """An RMSNorm of `x` [n, hidden] by `weight` and `eps` that has not run yet. With few rows each product
+    """An RMSNorm of `x` [n, hidden] by `weight` and `eps` that has not run yet. With one row each product
     that reads it computes it in its own kernel."""
 
     x: Tensor

@@ -3,15 +3,15 @@
 Launches per layer on a GPU, by plain torch and here, a matrix product counted as one:
 
                               plain                          fused
-    add + norm, twice         4                              2     none up to 2 rows: with the products
+    add + norm, twice         4                              2     none for one row: with the products
     products                  4                              4     biases in their epilogue
     head norms                4, where the family has them   -     with rope
     rope, store of K and V    3 + 1                          1
-    attention                 2, gather and attend           1     3 under cascade
+    attention                 2, gather and attend           1     2 up to 4 rows, 3 under cascade
     silu, multiply            2                              1     none up to 64 rows: with gate_up
     ------------------------------------------------------------
-    dense layer               16 or 20                       9     8 up to 64 rows, 6 up to 2
-    layer of experts          over 40, 5 more for every      9     up to 4 rows, 7 up to 2
+    dense layer               16 or 20                       9     8 up to 64 rows, 9 up to 4, 7 for one
+    layer of experts          over 40, 5 more for every     10     up to 4 rows, 8 for one
                               expert hit, and a wait        10     up to 64 rows
                                                             11     above
 
@@ -28,10 +28,10 @@ are turned into 16 bits first, a launch more for each product.
 With weights of 8 bits each product (`gpu.ops.scaled`) is preceded by a launch that quantises its rows: 4 more
 in a dense layer or one of experts, 2 more in one of experts up to 4 rows.
 
-Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
-one that sums, adds and norms. Above 64 rows route is two.
+Of the experts' 10 up to 4 rows: router, two for the experts, add + norm. Of the 10 up to 64: router, route,
+gate_up, down, and one that sums, adds and norms. Above 64 rows route is two.
 
-Up to 2 rows, where `gemv` multiplies, a product also computes the norm of its input, and a product whose
+For one row, where `gemv` multiplies, a product also computes the norm of its input, and a product whose
 output belongs to the residual adds it there. A router stores the normed rows for its experts. With adapters,
 or weights of 4 or 8 bits, add and norm are one launch, as at more rows. On an H200 a step of one row of
 Qwen3-30B-A3B takes 4% less, of Qwen3-8B 1.6% (`bench/results/history/h200-one-row-folded-norms.json`).

@@ -139,7 +139,7 @@ def _page(
     TILE: tl.constexpr,
     CACHE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the pages of a tile as `load_pages` does; where the tile was loaded `ahead`, they are known."""
+    """Return the pages of a tile, as `load_pages` does. A tile that was loaded `ahead` already has them."""
     if ahead is not None:
         page = ahead[0]
     else:
@@ -162,9 +162,10 @@ def _merge_last(
     BLOCK_G: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    """Count the partial results of a run in its rows, and merge the rows of which they were the last ones.
-    Only a run's first and last segment can be part of a row: place, row, the row's first segment and how
-    many it has, as `lead` and `latter`, are counted at once."""
+    """Add a run's partial results to the counters of their rows, and merge each row that is now complete.
+
+    Only a run's first and last segment can be part of a row. Both are counted at once: `lead` and `latter`
+    hold the segment's place, its row, the row's first segment, and how many segments the row has."""
     dim: tl.constexpr = SHAPE.dim
     group: tl.constexpr = SHAPE.group
     heads: tl.constexpr = SHAPE.kv * group
@@ -254,7 +255,7 @@ def _decode(
             return
         for i in range(run_of, stops[run_of]):
             if QUERIES == 1:
-                # Anew for each tile: so they come as the keys do, and no row waits for its queries.
+                # Queries are loaded again for each tile: pipelined like the keys, they keep no row waiting.
                 q_row = q + row.to(tl.int64) * q_stride + head[:, None] * (dim + SHAPE.tail)
                 queries = tl.load(q_row + d[None, :], mask=inside, other=0.0)
                 q_tail = load_tails(q_row, (head < heads)[:, None], SHAPE)

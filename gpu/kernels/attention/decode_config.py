@@ -17,7 +17,7 @@ COARSE_LANES = 32
 """`LANES` for float8 pages: with 64 each thread spills 232 bytes of registers."""
 
 WIDE_LANES = 16
-"""`LANES` for heads wider than 128 or elements of 4 bytes: with 32 each thread spills 3 KB."""
+"""`LANES` for heads wider than 128 or elements of 4 bytes. With 32 lanes each thread spills 3 KB."""
 
 
 LONE_GROUP = 8
