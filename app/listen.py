@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import ssl
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -43,11 +44,10 @@ async def listen(runner: Runner, serve: ServeConfig) -> Address:
         with bind_path(serve.uds) if serve.uds else bind(serve.host, serve.port) as listener:
             for _ in range(ACCEPTS):
                 handle = listener.dup()
-                try:
+                with ExitStack() as opened:  # until the site owns it, also where the start is cancelled
+                    opened.callback(handle.close)
                     await web.SockSite(runner, handle, backlog=BACKLOG, ssl_context=secure).start()
-                except BaseException:  # also where the start is cancelled
-                    handle.close()
-                    raise
+                    opened.pop_all()
             if serve.uds:
                 return Address(f"{scheme}://localhost", serve.uds)
             host, port = listener.getsockname()[:2]
