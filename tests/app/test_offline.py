@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from app import offline
 from app.offline import LLM, Output
 from bench.chaos.tiny import dummy_model
 from core.errors import ConfigError, ContextExceeded, RequestError, Unavailable
@@ -189,6 +190,21 @@ def test_closing_ends_what_runs_and_every_thread(tmp_path: Path) -> None:
         llm.generate("x")
     llm.close()
     assert set(threading.enumerate()) <= before
+
+
+def test_weights_are_loaded_by_a_thread_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's threads of one that stays would be more than there are CPUs, beside those of the steps."""
+    loaders, original = list[threading.Thread](), offline.load
+
+    def recorded(*given: Any) -> Any:
+        loaders.append(threading.current_thread())
+        return original(*given)
+
+    monkeypatch.setattr(offline, "load", recorded)
+    with load(tmp_path):
+        (loader,) = loaders
+        loader.join(10)
+        assert not loader.is_alive()
 
 
 def test_progress_is_shown_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ models."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,23 @@ def test_what_is_no_number_stays_none() -> None:
     found = int8.product(x, int8.pack(numbers), scale)
     assert found[1].isnan().all()
     assert found[::2].isfinite().all()
+
+
+@pytest.mark.skipif(not int8._has_fbgemm(), reason="torch was built without FBGEMM")
+def test_torch_takes_no_detour_for_a_packed_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither through its Python, nor through an exception for an attribute that a packed matrix lacks."""
+    monkeypatch.setattr(int8, "by_onednn", lambda: False)
+    numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
+    x, packed, entered = torch.randn(1, 32), int8.pack(numbers), list[str]()
+    int8.product(x, packed, scale)
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_filename))
+    try:
+        int8.product(x, packed, scale)
+    finally:
+        sys.setprofile(None)
+    assert not [name for name in entered if "/torch/" in name]
+    assert not torch.overrides.has_torch_function(packed.blocks)
+    assert "__torch_function__" in vars(type(packed.blocks[0]))
 
 
 # -- loading ------------------------------------------------------------------------------------------
