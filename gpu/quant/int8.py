@@ -156,7 +156,7 @@ def _by_onednn(x: Tensor, packed: Packed, scale: Tensor) -> Tensor:
 def _by_fbgemm(x: Tensor, packed: Packed, scale: Tensor) -> Tensor:
     """Multiply with as few torch operations as possible: each takes 3 to 10 us, since weights evict its code
     from the core's cache. NumPy's take less one by one, and more beside those of torch."""
-    # Of the unit of `high`, at most TOP / BASE of them.
+    # What 1 of `high` stands for: the largest |x| of a row is TOP / BASE units.
     unit = torch.add(number(LEAST), x.abs().amax(-1, keepdim=True), alpha=BASE / TOP)
     share = x / unit
     digits = torch.empty(2, *x.shape)
