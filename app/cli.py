@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from app import logs
 from app.commands import check_config, models
 from app.flags import BAD_USAGE, did_you_mean
-from app.process import check_temporary_folder, invocation
+from app.process import INTERRUPTED, check_temporary_folder, invocation, leave
 from app.settings import (
     make_models_parser,
     make_parser,
@@ -27,8 +27,6 @@ from app.settings import (
 from core.config import Config
 from core.env import prepare_cpu_threads
 from core.errors import ConfigError
-
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         logs.flush()  # a line still queued would otherwise stand behind the error
         print(f"loom: error: {error}", file=sys.stderr)
         code = BAD_USAGE
+    if code == INTERRUPTED:
+        leave(code)  # a normal exit would wait for threads that load a model, until it is loaded
     raise SystemExit(code)
 
 

@@ -25,6 +25,9 @@ FAILED = 1
 HUNG = 3
 """Exit code when the watchdog ends the server because a step hangs; 2 is for a wrong configuration."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as in shells."""
+
 PROBE = 1 << 16
 """Bytes written to the temporary folder at the start, as a test."""
 

@@ -17,15 +17,12 @@ from app.api.answers import ANSWERS
 from app.batch.journal import Journal, Tally, drop_failed
 from app.batch.lines import BadLine, Line, answered, bad, failed, parse_line, read_lines, unanswered
 from app.offline import LLM
+from app.process import INTERRUPTED
 from app.settings import GenerateFlags
 from core.config import Config
 from core.errors import ConfigError, LoomError
 
 log = logging.getLogger(__name__)
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in shells."""
-
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 

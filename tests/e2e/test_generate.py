@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.chaos.tiny import dummy_model, flags
-from tests.rigs.process import Ended, begin, run_to_end
+from bench.chaos.tiny import ROOT, dummy_model, flags
+from tests.rigs.process import Ended, begin, run_to_end, take_ctrl_c
 from tests.rigs.wait import PATIENCE
 
 
@@ -78,6 +80,45 @@ def test_lines_of_every_kind_and_a_second_run(model: Path, tmp_path: Path) -> No
     assert output.read_bytes().count(b"\n") == 8
     assert [found[id]["response"]["status_code"] for id in ("new", "wrong")] == [200, 200]
     assert not output.with_name("out.jsonl.retry").exists()
+
+
+LOADS_FOR_EVER = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from app import offline
+from app.cli import main
+
+def load(*_):
+    ThreadPoolExecutor(1).submit(threading.Event().wait)
+    print("loading", flush=True)
+    threading.Event().wait()
+
+offline.load = load
+main(sys.argv[1:])
+"""
+
+
+def test_ctrl_c_does_not_wait_for_a_model_that_loads(model: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(batch_line("a", prompt="a")))
+    command = ["generate", "--input", str(source), "--output", str(output), *flags(model)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOADS_FOR_EVER, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_ctrl_c,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=PATIENCE)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, errors
+    assert errors == "interrupted: run the same command to continue\n"
 
 
 def test_an_interrupted_run_resumes(model: Path, tmp_path: Path) -> None:
