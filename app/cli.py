@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"loom: error: {error}", file=sys.stderr)
         code = BAD_USAGE
     if code == INTERRUPTED:
-        leave(code)  # a normal exit would wait for threads that load a model, until it is loaded
+        leave(code)  # a normal exit waits for the threads that load a model
     raise SystemExit(code)
 
 

@@ -110,8 +110,9 @@ class LLM:
 
     def _open(self, config: Config, progress: bool) -> None:
         self._progress = progress
-        # In a thread that ends, and OpenMP's threads with it. Those of the caller's thread would stay, and
-        # where there are more than CPUs none spins for work: on two CPUs a token took 40 ms instead of 30.
+        # Load in a thread that ends, because its OpenMP workers end with it. Workers of the caller's
+        # thread would stay beside those of the launch thread, and libgomp lets no worker spin if there are
+        # more threads than CPUs: with two CPUs a token took 40 ms instead of 30.
         self._live = begin(lambda: load(config, Stages()), "loom-load").result()
         self.window = 2 * sum(each.capabilities.max_rows for each in self._live.replicas.engines)
         """Requests at once that keep the engines full."""

@@ -21,5 +21,5 @@ class Mlp:
         self._down = parameters.linear(prefix, spec.intermediate, down, spec.mlp_bias, spec.held, ROW)
 
     def __call__(self, ctx: ForwardContext, x: Input) -> Part:
-        """Return the output [n, hidden] for `x` [n, hidden], or a product that the next norm runs."""
+        """Return the output [n, hidden] for `x` [n, hidden], or a product that runs with the next norm."""
         return gated_mlp(x, self._gate_up, self._down, ctx.ops, self._activation)

@@ -109,7 +109,7 @@ class SparseMlp:
         self._experts = self._experts._replace(lora=self._experts.lora._replace(down=lora))
 
     def __call__(self, ctx: ForwardContext, x: Input) -> Part:
-        """Return the output [n, hidden] for `x` [n, hidden], or experts that the next norm runs."""
+        """Return the output [n, hidden] for `x` [n, hidden], or experts that run with the next norm."""
         if self._exact:
             x = ctx.ops.complete(x)
             logits = self._router.to_float32(x, ctx.ops)

@@ -28,8 +28,9 @@ are turned into 16 bits first, a launch more for each product.
 With weights of 8 bits each product (`gpu.ops.scaled`) is preceded by a launch that quantises its rows: 4 more
 in a dense layer or one of experts, 2 more in one of experts up to 4 rows.
 
-Of the experts' 10 up to 4 rows: router, two for the experts, add + norm. Of the 10 up to 64: router, route,
-gate_up, down, and one that sums, adds and norms. Above 64 rows route is two.
+A layer of experts has 10 launches up to 4 rows; 4 of them are the router, two for the experts, and add +
+norm. It has 10 up to 64 rows as well; 5 of them are router, route, gate_up, down, and one that sums, adds and
+norms. Above 64 rows route is two launches.
 
 For one row, where `gemv` multiplies, a product also computes the norm of its input, and a product whose
 output belongs to the residual adds it there. A router stores the normed rows for its experts. With adapters,
@@ -188,8 +189,8 @@ class TritonOps:
     def add_then_norm(
         self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
     ) -> Input:
-        """See `Ops.add_then_norm`. For a lone row no kernel is launched: the product before adds, and the
-        product behind norms."""
+        """See `Ops.add_then_norm`. With one row it launches no kernel: the product before it adds to the
+        residual, and the product after it computes the norm."""
         if keep is None and len(residual) <= FOLDED_ROWS and (part is None or self._added(part, residual)):
             return PendingNorm(residual, weight, eps)
         return self.add_rms_norm(part, residual, weight, eps, keep)

@@ -114,8 +114,8 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @pytest.mark.skipif(not int8._has_fbgemm(), reason="torch was built without FBGEMM")
-def test_torch_takes_no_detour_for_a_packed_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither through its Python, nor through an exception for an attribute that a packed matrix lacks."""
+def test_a_product_runs_none_of_torchs_checks_of_packed_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product runs no Python code of torch, and throws no exception when torch looks for overrides."""
     monkeypatch.setattr(int8, "by_onednn", lambda: False)
     numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
     x, packed, entered = torch.randn(1, 32), int8.pack(numbers), list[str]()
