@@ -62,30 +62,33 @@ def warn_of_near_fields(kind: Any, body: bytes) -> None:
 
 def _warn_of_near(kind: type[msgspec.Struct], body: msgspec.Raw, prefix: str) -> None:
     fields = _decode(body)
-    known = _known(kind)
-    unknown = [name for name in fields if name not in known]
-    for name in unknown[:MAX_UNKNOWN]:
-        if len(name) <= MAX_NAME and (meant := _nearest(kind, name)) is not None:
-            warn(f"'{prefix}{name}' is ignored: no field has that name; did you mean '{prefix}{meant}'?")
-    for name, field in fields.items():
-        if (inner := known.get(name)) is not None and bytes(field)[:1] == b"{":
-            _warn_of_near(inner, field, f"{prefix}{name}.")
+    known, inner = _known(kind)
+    if not fields.keys() <= known:
+        unknown = [name for name in fields if name not in known]
+        for name in unknown[:MAX_UNKNOWN]:
+            if len(name) <= MAX_NAME and (meant := _nearest(kind, name)) is not None:
+                warn(f"'{prefix}{name}' is ignored: no field has that name; did you mean '{prefix}{meant}'?")
+    for name in filter(inner.__contains__, fields):
+        if bytes(fields[name])[:1] == b"{":
+            _warn_of_near(inner[name], fields[name], f"{prefix}{name}.")
 
 
 @lru_cache
-def _known(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct] | None]:
-    """Fields by name, with the Struct of a field that is one."""
-    found: dict[str, type[msgspec.Struct] | None] = {}
-    for field in msgspec.structs.fields(kind):
+def _known(kind: type[msgspec.Struct]) -> tuple[frozenset[str], Mapping[str, type[msgspec.Struct]]]:
+    """Names of the fields, and the Structs of those that are one."""
+    inner: dict[str, type[msgspec.Struct]] = {}
+    fields = msgspec.structs.fields(kind)
+    for field in fields:
         kinds = get_args(field.type) or (field.type,)
         structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
-        found[field.encode_name] = structs[0] if len(structs) == 1 else None
-    return found
+        if len(structs) == 1:
+            inner[field.encode_name] = structs[0]
+    return frozenset(field.encode_name for field in fields), inner
 
 
 @lru_cache(1024)
 def _nearest(kind: type[msgspec.Struct], name: str) -> str | None:
-    spelt = {_plain(field): field for field in _known(kind)}
+    spelt = {_plain(field): field for field in _known(kind)[0]}
     near = difflib.get_close_matches(_plain(name), spelt, 1, ALIKE)
     return spelt[near[0]] if near else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -88,9 +89,14 @@ class RootKey(msgspec.Struct, frozen=True):
     def namespace(self) -> int:
         """A hash, an int64 that is not 0, with a key of this process: nobody outside can find keys of equal
         hash."""
-        words = msgspec.msgpack.encode(self)
-        digest = hashlib.blake2b(words, digest_size=8, key=_HASH_KEY).digest()
-        return int.from_bytes(digest, "little", signed=True) or 1
+        return _namespace(self)
+
+
+@lru_cache
+def _namespace(root: RootKey) -> int:
+    words = msgspec.msgpack.encode(root)
+    digest = hashlib.blake2b(words, digest_size=8, key=_HASH_KEY).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
 
 
 PLAIN_ROOT = RootKey()

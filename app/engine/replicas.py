@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import compress
 
 from app.engine.job import Job
 from app.engine.loop import Engine
@@ -161,13 +162,15 @@ def _by_prefix(loads: Sequence[tuple[Engine, Workload]], job: Job, prompt: Ints)
     running requests hold do not tell when they end. By those, the replica with younger requests got all jobs.
     """
     ready = [load.free >= job.n for _, load in loads]
-    tokens = [load.tokens if any(ready) else load.waiting for _, load in loads]
+    at_once = any(ready)
+    tokens = [load.tokens if at_once else load.waiting for _, load in loads]
+    least = (1 + SLACK) * min(tokens)
     cached = [engine.cached(job.root, prompt) for engine, _ in loads]
-    elsewhere = max((found for found, at_once in zip(cached, ready, strict=True) if at_once), default=0)
+    elsewhere = 0 if all(ready) else max(compress(cached, ready), default=0)
     costs = [
         (
-            any(ready) and not ready[at] and 2 * (cached[at] - elsewhere) < len(prompt),
-            max(tokens[at], (1 + SLACK) * min(tokens)) - cached[at],
+            at_once and not ready[at] and 2 * (cached[at] - elsewhere) < len(prompt),
+            max(tokens[at], least) - cached[at],
             load.requests,
             at,
         )

@@ -185,8 +185,9 @@ class Submitter:
         if isinstance(job.prompt, str):
             prompt = await encoded(job, self._tokenizer, self._limits.context_length)
         else:
-            prompt = job.prompt
-            if len(prompt) and not (int(prompt.min()) >= 0 and int(prompt.max()) < self._limits.vocab_size):
+            prompt = np.ascontiguousarray(job.prompt, np.int32)
+            # Negative ones too: as unsigned they are large.
+            if prompt.view(np.uint32).max(initial=0) >= self._limits.vocab_size:
                 raise RequestError(
                     f"Token ids must be between 0 and {self._limits.vocab_size - 1}.", job.prompt_param
                 )
@@ -268,9 +269,10 @@ class Submitter:
         now = self._clock()
         assert job.embeds is None or job.root.own, "equal placeholders are not equal prompts"
         for index in range(job.n):
-            own = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % SEED_LIMIT)
+            own = sampling
             if index:  # the prompt's log-probabilities are the same for every choice
-                own = msgspec.structs.replace(own, prompt_logprobs=-1)
+                seed = (sampling.seed + index) % SEED_LIMIT
+                own = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=-1)
             request = Request(
                 f"{job.id}-{index}", prompt, own, arrival=now, priority=job.priority, root=job.root
             )

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from app.engine.metrics import Recorder
 from core.clock import Clock
-from core.request import Request
+from core.request import Request, State
+from core.request.request import Drafts
+from core.types import Finish
 
 KEPT = 1000
 """Finished jobs that are remembered; each takes about a kilobyte."""
@@ -28,6 +30,34 @@ class _Entry(NamedTuple):
     created: int
 
 
+class _Choice(NamedTuple):
+    """A request as it is now, without its tokens."""
+
+    state: State
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    arrival: float
+    started_at: float
+    first_token_at: float
+    retractions: int
+    finish: Finish | None
+    history: list[tuple[float, str, int]]
+    drafts: Drafts
+
+
+class _Moment(NamedTuple):
+    """A job at a time `now`. Few ask for it: it is described then, not when the job ends."""
+
+    job: _Entry
+    """Without its requests."""
+    now: float
+    steps: int
+    """Since its start, and so `rows`."""
+    rows: int
+    choices: list[_Choice]
+
+
 JobKey = tuple[str, str]
 """Tenant and job id: clients choose ids, and those of one tenant may be those of another."""
 
@@ -38,7 +68,7 @@ class Timelines:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._open: dict[JobKey, _Entry] = {}
-        self._ended: OrderedDict[JobKey, dict[str, object]] = OrderedDict()
+        self._ended: OrderedDict[JobKey, _Moment] = OrderedDict()
 
     def open(
         self,
@@ -55,55 +85,77 @@ class Timelines:
 
     def close(self, key: JobKey) -> None:
         """Its last choice ended. What is kept holds no prompt."""
-        self._ended[key] = self._describe(key, self._open.pop(key), running=False)
+        self._ended[key] = self._moment(self._open.pop(key))
         if len(self._ended) > KEPT:
             self._ended.popitem(last=False)
 
     def of(self, key: JobKey) -> dict[str, object] | None:
         """What is known of a job; None when it is not among them. Times are milliseconds."""
-        entry = self._open.get(key)
-        return self._ended.get(key) if entry is None else self._describe(key, entry, running=True)
+        if (entry := self._open.get(key)) is not None:
+            return _described(key[1], self._moment(entry), running=True)
+        ended = self._ended.get(key)
+        return None if ended is None else _described(key[1], ended, running=False)
 
-    def _describe(self, key: JobKey, entry: _Entry, running: bool) -> dict[str, object]:
-        now = self._clock()
+    def _moment(self, entry: _Entry) -> _Moment:
         steps, rows = entry.recorder.steps - entry.steps, entry.recorder.rows - entry.rows
-        drafts = entry.recorder.drafts is not None
-        return {
-            "id": key[1],
-            "created": entry.created,
-            "running": running,
-            "total_ms": _ms(now - entry.arrived),
-            "encoding_ms": _ms(entry.encoding),
-            "grammar_ms": _ms(entry.grammar),
-            "steps": steps,
-            "mean_rows": round(rows / steps, 1) if steps else 0.0,
-            "choices": [_choice(request, now, drafts) for request in entry.requests],
-        }
+        choices = [_choice(request) for request in entry.requests]
+        return _Moment(entry._replace(requests=[]), self._clock(), steps, rows, choices)
 
 
-def _choice(request: Request, now: float, drafts: bool) -> dict[str, object]:
-    started, first = request.started_at, request.first_token_at
+def _choice(request: Request) -> _Choice:
+    return _Choice(
+        request.state,
+        len(request.prompt),
+        request.cached,
+        len(request.output),
+        request.arrival,
+        request.started_at,
+        request.first_token_at,
+        request.retractions,
+        request.finish,
+        request.history,
+        request.drafts,
+    )
+
+
+def _described(id: str, moment: _Moment, running: bool) -> dict[str, object]:
+    job, steps = moment.job, moment.steps
+    drafts = job.recorder.drafts is not None
     return {
-        "state": request.state.name.lower(),
-        "prompt_tokens": len(request.prompt),
-        "cached_tokens": request.cached,
-        "output_tokens": len(request.output),
-        **(_drafts(request) if drafts else {}),
-        "queue_ms": _ms((started or now) - request.arrival),
+        "id": id,
+        "created": job.created,
+        "running": running,
+        "total_ms": _ms(moment.now - job.arrived),
+        "encoding_ms": _ms(job.encoding),
+        "grammar_ms": _ms(job.grammar),
+        "steps": steps,
+        "mean_rows": round(moment.rows / steps, 1) if steps else 0.0,
+        "choices": [_described_choice(choice, moment.now, drafts) for choice in moment.choices],
+    }
+
+
+def _described_choice(choice: _Choice, now: float, drafts: bool) -> dict[str, object]:
+    started, first = choice.started_at, choice.first_token_at
+    return {
+        "state": choice.state.name.lower(),
+        "prompt_tokens": choice.prompt_tokens,
+        "cached_tokens": choice.cached_tokens,
+        "output_tokens": choice.output_tokens,
+        **(_drafts(choice.drafts) if drafts else {}),
+        "queue_ms": _ms((started or now) - choice.arrival),
         "prefill_ms": _ms((first or now) - started) if started else None,
         "decode_ms": _ms(now - first) if first else None,
-        "retractions": request.retractions,
-        "finish_reason": request.finish.reason.value if request.finish else None,
+        "retractions": choice.retractions,
+        "finish_reason": choice.finish.reason.value if choice.finish else None,
         "events": [
-            {"at_ms": _ms(when - request.arrival), "event": what, "tokens": tokens}
-            for when, what, tokens in request.history
+            {"at_ms": _ms(when - choice.arrival), "event": what, "tokens": tokens}
+            for when, what, tokens in choice.history
         ],
     }
 
 
-def _drafts(request: Request) -> dict[str, object]:
+def _drafts(drafts: Drafts) -> dict[str, object]:
     """Steps that verified drafts, and the drafts, with those behind a stop."""
-    drafts = request.drafts
     return {
         "verify_steps": drafts.steps,
         "drafted_tokens": drafts.drafted,

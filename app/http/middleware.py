@@ -194,15 +194,16 @@ def _preflight(request: web.Request) -> web.Response:
 
 async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     """on_response_prepare: headers of every response, including streams and errors."""
-    response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _request_id(request)
-    response.headers["Request-Id"] = response.headers["X-Request-Id"]  # Anthropic's name for it
-    response.headers["Server"] = "loom"
-    response.headers["Access-Control-Allow-Origin"] = "*"
-    response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+    headers = response.headers
+    id = request.get(REQUEST_ID) or _request_id(request)
+    headers["X-Request-Id"] = headers["Request-Id"] = id  # the second is Anthropic's name for it
+    headers["Server"] = "loom"
+    headers["Access-Control-Allow-Origin"] = "*"
+    headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
     if (permit := request.get(PERMIT)) is not None:
-        response.headers.update(permit.account.headers())
+        headers.update(permit.account.headers())
     if texts := request.get(WARNINGS):
-        response.headers[HEADER] = header_value(texts)
+        headers[HEADER] = header_value(texts)
 
 
 async def expect(request: web.Request) -> web.StreamResponse | None:

@@ -68,6 +68,8 @@ class CacheManager:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
+        self.total = num_pages - 1
+        """Pages that there are: page 0 is the dump."""
         self._radix = radix
         self._bigram = bigram
         self._pages = PageAllocator(num_pages)
@@ -324,11 +326,6 @@ class CacheManager:
         if self._events is not None and not self._tree.nodes:
             self._events.cleared()
         return freed
-
-    @property
-    def used_pages(self) -> int:
-        """Pages that are neither free nor only cached."""
-        return self._pages.total - self._pages.free - self._tree.evictable
 
     def statistics(self) -> CacheStatistics:
         """Counters only: nothing is walked."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 from typing import Literal
 
@@ -129,7 +128,7 @@ def check(params: SamplingParams, vocab_size: int, processors: Collection[str] =
     registered logit processors."""
     for name, low, high in _RANGES:
         value = getattr(params, name)
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high:  # nor NaN
             raise RequestError(f"{name} must be between {low:g} and {high:g}, got {value}.", name)
     if params.top_p == 0.0:
         raise RequestError("top_p must be greater than 0; use temperature 0 for greedy.", "top_p")

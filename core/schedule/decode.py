@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,26 +41,27 @@ class DecodeRows:
         self._shared_prefix = SharedPrefix()
         self._requests: list[Request] = []
         self._slots: NDArray64 = np.zeros(0, np.int64)
+        self._left: set[Request] = set()
+        """Requests that left and may be among the rows still. Those of a step are dropped together: each
+        alone takes 40 µs among 512 rows."""
         self._able = 0
         """Rows that may have drafts."""
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def add(self, requests: list[Request]) -> None:
         """Rows whose prompt is planned to its end: they decode from the next step on."""
+        self._drop()
         if requests:
-            self._set(self._requests + requests)
+            slots = np.array([request.slot for request in requests], np.int64)
+            self._set(self._requests + requests, np.concatenate((self._slots, slots)))
             self._shared_prefix.join(self._requests, requests)
 
     def remove(self, request: Request) -> None:
-        if request in self._requests:
-            self._set([r for r in self._requests if r is not request])
-            self._shared_prefix.leave(self._requests)
+        """Forget a request that ended or was retracted; it need not be a row."""
+        self._left.add(request)
 
     def plan(self, builder: PlanBuilder) -> None:
         """Put every row that can take one more token into the step, with drafts where there is room."""
-        self._drop_complete()
+        self._drop()
         if not self._requests:
             return
         requests, slots = self._requests, self._slots
@@ -102,12 +104,16 @@ class DecodeRows:
         rows = len(self._requests)
         return self._budget.grant(rows, self._able, min((builder.room - rows) // 2, builder.samples - rows))
 
-    def _drop_complete(self) -> None:
-        """Rows whose last token is planned, even if no draft is accepted, only wait for their results."""
-        table = self._table
-        complete = table.least[self._slots] >= table.limit[self._slots]
-        if complete.any():
-            self._set([r for r, done in zip(self._requests, complete.tolist(), strict=True) if not done])
+    def _drop(self) -> None:
+        """Drop the rows that left, and those whose last token is planned even if no draft is accepted: they
+        only wait for their results."""
+        table, rows, slots = self._table, self._requests, self._slots
+        kept = table.least[slots] < table.limit[slots]
+        if self._left:
+            left, self._left = self._left, set()
+            kept &= np.array([request not in left for request in rows], np.bool_)
+        if not kept.all():
+            self._set(list(compress(rows, kept.tolist())), slots[kept])
             self._shared_prefix.leave(self._requests)
 
     def _take_pages(self, builder: PlanBuilder, query_length: int) -> bool:
@@ -151,6 +157,7 @@ class DecodeRows:
         table = self._table
         while not self._drafting() and (len(self._requests) > 1 or self._has_duplicates()):
             self._retract(self._victim())
+            self._drop()
             self._new_token_ratio.retracted(
                 int(table.made[self._slots].sum()), int(table.max_tokens[self._slots].sum()), len(self._slots)
             )
@@ -171,13 +178,13 @@ class DecodeRows:
         made = self._table.made
         return min(self._requests, key=lambda r: (r.priority, made[r.slot], -len(r.prompt), -r.number))
 
-    def _set(self, requests: list[Request]) -> None:
-        self._requests = requests
-        self._slots = np.fromiter((r.slot for r in requests), np.int64, len(requests))
-        self._able = int(self._table.drafting[self._slots].sum())
+    def _set(self, requests: list[Request], slots: NDArray64) -> None:
+        self._requests, self._slots = requests, slots
+        self._able = int(self._table.drafting[slots].sum()) if self._budget.most else 0
 
     def check(self) -> None:
         """Raise unless every row is a decoding request with its slot."""
+        self._drop()
         for request, slot in zip(self._requests, self._slots.tolist(), strict=True):
             if request.state is not State.DECODE or request.slot != slot:
                 raise RuntimeError(f"decode row {slot} holds {request.id} in {request.state}")

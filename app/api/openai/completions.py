@@ -142,12 +142,14 @@ def completion_jobs(
         logprobs=logprobs,
         prompt_logprobs=logprobs if body.echo else -1,
     )
-    base = msgspec.structs.replace(base, add_special_tokens=body.add_special_tokens is not False)
     base = with_suffix(base, body, prompts, loaded)
     jobs = [embedded(base, rows, param) for param, rows in _named("prompt_embeds", embeds)]
     for param, prompt in _named("prompt", prompts):
         checked = check_prompt(prompt, vocab_size, param)
-        jobs.append(msgspec.structs.replace(base, prompt=checked, prompt_param=param))
+        special = body.add_special_tokens is not False
+        jobs.append(
+            msgspec.structs.replace(base, prompt=checked, prompt_param=param, add_special_tokens=special)
+        )
     if len(jobs) == 1:
         return jobs
     return [msgspec.structs.replace(job, id=f"{id}-{i}") for i, job in enumerate(jobs)]

@@ -56,12 +56,9 @@ async def prompt_ids(job: Job, loaded: Loaded) -> Ints:
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> Ints:
     """Token ids as int32 [n]; `RequestError` for an id outside the vocabulary."""
     array = np.asarray(ids, np.int64)
-    outside = array.view(np.uint64) >= vocab_size  # negative ones too: as unsigned they are large
-    if outside.any():
-        wrong = np.flatnonzero(outside)
+    if array.view(np.uint64).max(initial=0) >= vocab_size:  # negative ones too: as unsigned they are large
+        at = next(at for at, id in enumerate(ids) if not 0 <= id < vocab_size)
         raise field_error(
-            param,
-            f"has token id {array[wrong[0]]} at position {wrong[0]}; "
-            f"this model has ids 0 to {vocab_size - 1}",
+            param, f"has token id {ids[at]} at position {at}; this model has ids 0 to {vocab_size - 1}"
         )
     return array.astype(np.int32)

@@ -86,11 +86,13 @@ class Routes(list[Route]):
         """Decorates the handler of one or more targets: `GET /path`."""
 
         def decorate(handler: Answering) -> Handler:
+            admin, generates = facts.get("admin"), runs(facts)
+
             @functools.wraps(handler)
             async def answered(request: web.Request) -> web.StreamResponse:
-                if facts.get("admin"):
+                if admin:
                     permit().check_admin()
-                if runs(facts):
+                if generates:
                     request.app[SERVICE].check()  # a client that waits for the start has used nothing
                     permit().admit()
                 answer = await handler(request)
@@ -117,10 +119,12 @@ class Routes(list[Route]):
         facts["body"] = kind
         targets = [f"POST {path}" for path in paths]
 
+        empty, generates = b"{}" if facts.get("optional") else b"", runs(facts)
+
         def decorate(handler: BodyAnswering[B]) -> Handler:
             @functools.wraps(handler)
             async def received(request: web.Request) -> object:
-                sent = await decoded(request, kind, b"{}" if facts.get("optional") else b"")
+                sent = await decoded(request, kind, empty)
                 if (usage := current_usage()) is not None:
                     usage.ask(sent)
                 with fields_named(names or {}):
@@ -129,7 +133,7 @@ class Routes(list[Route]):
                     loaded = model(request.app[SERVICE], getattr(sent, "model", None), named)
                     if usage is not None:
                         usage.served = loaded.card.name
-                    if runs(facts):
+                    if generates:
                         loaded = on_conditions(loaded, request, sent)
                     return await handler(request, sent, loaded)
 
