@@ -32,7 +32,7 @@ from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kernels.norm import rms_norm
 from gpu.kv.pool import KvPool
 from gpu.lora import LoraExperts, LoraMatrix, StepAdapters
-from gpu.ops.base import Matrix, Ops, PendingExperts
+from gpu.ops.base import Matrix, Ops, PendingExperts, PendingProduct
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.plain import TorchOps
 from gpu.state.view import StepView
@@ -212,6 +212,26 @@ def test_norms_of_a_lone_row_are_no_launches(
     assert len(launched) == 1
 
 
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe-mixed", "qwen2-moe", "gemma3", "gpt-oss"])
+def test_products_of_many_rows_are_added_to_the_residual(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one operation; a norm adds only what has a bias, as gpt-oss has."""
+    monkeypatch.setattr("gpu.ops.fused.ADDED_ROWS", 4)
+    both, added = Both(variant, tmp_path), []
+
+    def spy(*args: Any, residual: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
+        added.append(residual is not None)
+        return rms_norm(*args, residual=residual, **more)
+
+    monkeypatch.setattr("gpu.ops.fused.rms_norm", spy)
+    both.step(begins(1, 1, 6), 8)
+    assert any(added) == (variant == "gpt-oss")
+    added.clear()
+    both.step(StepPlan(2, ints([1])), 2)
+    assert any(added) == (variant != "gemma3")  # it norms what it adds
+
+
 def test_products_of_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Likewise."""
 
@@ -265,7 +285,7 @@ def test_weights_of_4_bits(counted: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert counters is None or not counters.any()
 
 
-def test_adapters() -> None:
+def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation that adapters change, of tokens and of samples."""
     used, size = [1, -1, 0, 1, 2, -1], MoeSize(experts=3, width=16, hidden=32, top_k=2)
     rows, one = lora_rows(used, 3, CPU), lora_rows([2, -1], 3, CPU)
@@ -282,18 +302,22 @@ def test_adapters() -> None:
 
     x, logits, w13, w2 = moe_inputs(len(used), size, torch.float32, CPU)
     matrix = Matrix(torch.randn(48, 32), lora=lora(32, 24, 24))
+    square = Matrix(torch.randn(32, 32), lora=lora(32, 32))
+    monkeypatch.setattr("gpu.ops.fused.ADDED_ROWS", 1)
     table, ids = torch.randn(20, 32), torch.arange(len(used), dtype=torch.int32)
     of_table, of_head = lora(20, 32), lora(32, 20)
     layer = Experts(w13, w2, size.top_k, lora=LoraExperts(lora(32, 16, 16, experts=True), None))
 
     def run(ops: Ops) -> list[torch.Tensor]:
-        residual, again, made = x.clone(), x.clone(), ops.experts(x, logits, layer)
+        residual, again, third, made = x.clone(), x.clone(), x.clone(), ops.experts(x, logits, layer)
         both = made._replace(beside=2 * x) if isinstance(made, PendingExperts) else made + 2 * x
         return [
             ops.add_rms_norm(made, residual, x.new_ones(32), 1e-6),
             residual,
             ops.add_rms_norm(both, again, x.new_ones(32), 1e-6),  # as a rank's part of a shared expert
             again,
+            ops.add_rms_norm(PendingProduct(x, square), third, x.new_ones(32), 1e-6),
+            third,
             ops.linear(x, matrix),
             ops.gated_linear(x, matrix, "silu"),
             ops.gated_linear(x, matrix, "gelu_pytorch_tanh"),
