@@ -162,6 +162,7 @@ CASES: list[tuple[str, object, int, str | None]] = [
     (COMPLETIONS, {"prompt": [1, 260]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [1, -1]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [1, 2**62]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [1, 2**70]}, 400, "prompt[1]"),
     (COMPLETIONS, {"prompt": [1, -(2**63)]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [[1], [300]]}, 400, "prompt[1]"),
     (COMPLETIONS, {"prompt": [1.5]}, 400, "prompt[0]"),
