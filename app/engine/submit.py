@@ -185,9 +185,8 @@ class Submitter:
         if isinstance(job.prompt, str):
             prompt = await encoded(job, self._tokenizer, self._limits.context_length)
         else:
-            prompt = np.ascontiguousarray(job.prompt, np.int32)
-            # Negative ones too: as unsigned they are large.
-            if prompt.view(np.uint32).max(initial=0) >= self._limits.vocab_size:
+            prompt = job.prompt
+            if prompt.min(initial=0) < 0 or prompt.max(initial=0) >= self._limits.vocab_size:
                 raise RequestError(
                     f"Token ids must be between 0 and {self._limits.vocab_size - 1}.", job.prompt_param
                 )

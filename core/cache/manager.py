@@ -68,8 +68,6 @@ class CacheManager:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
-        self.total = num_pages - 1
-        """Pages that there are: page 0 is the dump."""
         self._radix = radix
         self._bigram = bigram
         self._pages = PageAllocator(num_pages)
@@ -315,6 +313,11 @@ class CacheManager:
         self._pins.expire(now)
 
     # -- the pool
+
+    @property
+    def total(self) -> int:
+        """Pages of the pool, without page 0, which no request gets."""
+        return self._pages.total
 
     def available(self) -> int:
         """Pages that could be taken now: free and evictable, pinned ones among them."""
