@@ -31,7 +31,7 @@ class _Entry(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """A request as it is now, without its tokens."""
+    """The state of a request, without its tokens."""
 
     state: State
     prompt_tokens: int
@@ -47,13 +47,13 @@ class _Choice(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """A job at a time `now`. Few ask for it: it is described then, not when the job ends."""
+    """The state of a job at the time `now`. It is formatted when a client asks, which is rare."""
 
     job: _Entry
     """Without its requests."""
     now: float
     steps: int
-    """Since its start, and so `rows`."""
+    """Since the job's start, like `rows`."""
     rows: int
     choices: list[_Choice]
 

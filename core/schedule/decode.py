@@ -42,8 +42,8 @@ class DecodeRows:
         self._requests: list[Request] = []
         self._slots: NDArray64 = np.zeros(0, np.int64)
         self._left: set[Request] = set()
-        """Requests that left and may be among the rows still. Those of a step are dropped together: each
-        alone takes 40 µs among 512 rows."""
+        """Requests that ended or were retracted since the last `_drop`. Rows are removed together, because
+        removing one of 512 takes 40 µs."""
         self._able = 0
         """Rows that may have drafts."""
 
@@ -105,8 +105,8 @@ class DecodeRows:
         return self._budget.grant(rows, self._able, min((builder.room - rows) // 2, builder.samples - rows))
 
     def _drop(self) -> None:
-        """Drop the rows that left, and those whose last token is planned even if no draft is accepted: they
-        only wait for their results."""
+        """Remove the rows of requests that left, and rows whose last token is already planned even if no
+        draft is accepted: these only wait for results."""
         table, rows, slots = self._table, self._requests, self._slots
         kept = table.least[slots] < table.limit[slots]
         if self._left:

@@ -38,9 +38,9 @@ or weights of 4 or 8 bits, add and norm are one launch, as at more rows. On an H
 Qwen3-30B-A3B takes 4% less, of Qwen3-8B 1.6% (`bench/results/history/h200-one-row-folded-norms.json`).
 
 From 1,024 rows on the products behind attention and a dense MLP are added to the residual in cuBLAS's
-epilogue, without being rounded before. Add + norm then reads and writes half as much: of Qwen3-8B a step of
-8,192 tokens takes 0.9% less, c256 0.6% (`bench/results/history/h200-qwen3-8b-residual-epilogue.json`). With a
-bias, adapters, or weights of 4 or 8 bits the sum is the norm's, as at fewer rows.
+epilogue, in float32. The norm then reads and writes half as many bytes. With Qwen3-8B prefill takes 0.9% less
+time, c256 0.6% (`bench/results/history/h200-qwen3-8b-residual-epilogue.json`). With a bias, adapters, or
+weights of 4 or 8 bits the norm's kernel adds, as at fewer rows.
 
 A norm that stands behind attention or the MLP is one launch, as one before them. Where queries and keys are
 normed over all heads together, that is a launch more (plain: 18). gelu by tanh is a launch of its own at any
@@ -107,7 +107,8 @@ before it. Every program norms all rows: with two a step of Qwen3-8B takes 4.81 
 kernels of their own (Qwen3-30B-A3B 3.24 and 3.26)."""
 
 ADDED_ROWS = 1024
-"""Rows from which cuBLAS adds a product to the residual in its epilogue. At 512 rows that gains nothing."""
+"""Minimum rows for which cuBLAS adds a product to the residual in its epilogue. At 512 rows this saves at
+most 2 us a product."""
 
 IN_MEMORY = "tables in files are read on a CPU"
 """Of an assertion."""
@@ -223,7 +224,7 @@ class TritonOps:
         return True
 
     def _added_by_cublas(self, part: PendingProduct, residual: Tensor) -> bool:
-        """The same of a product of many rows."""
+        """As `_added`, for a product of many rows."""
         weight, bias, scale, lora = part.matrix
         if bias is not None or scale is not None or (lora is not None and self.adapts):
             return False

@@ -157,7 +157,7 @@ def _by_fbgemm(x: Tensor, packed: Packed, scale: Tensor) -> Tensor:
     """Multiply with as few torch operations as possible: each takes 3 to 10 us, since weights evict its code
     from the core's cache. NumPy's operations are faster alone, but a step that mixes them with torch's is
     slower: 33.9 ms for 32.5 with SmolLM2."""
-    # The value of 1 in `high`: the largest |x| of a row is TOP / BASE units.
+    # The scale of the high digit: the largest |x| of a row becomes TOP / BASE.
     unit = torch.add(number(LEAST), x.abs().amax(-1, keepdim=True), alpha=BASE / TOP)
     share = x / unit
     digits = torch.empty(2, *x.shape)

@@ -32,7 +32,7 @@ class Mark(Protocol):
 
 
 class EventMark:
-    """An event on the current stream. `wait` sleeps until the device's interrupt.
+    """An event on the current stream. `wait` blocks without spinning: an interrupt of the device wakes it.
 
     Spinning would take a core for each GPU, and slow the event loop where both share a physical core. On one
     H200 with Qwen3-30B-A3B, sleeping lowers the time to start a request from 0.47 to 0.37 ms and makes 1.2%
