@@ -63,8 +63,7 @@ class Linear:
         if self._packed:
             out: torch.Tensor
             if self.int8 is not None:
-                assert scale is not None, "8 bits without scales"
-                out = int8.product(x, self.int8, scale, bias)
+                out = int8.product(x, self.int8, bias)
             else:
                 out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out if ops is None else ops.add_lora(x, lora, out)
@@ -122,10 +121,11 @@ class Linear:
         1 row, 1.7 to 2.3 times at 8, 1.1 times at 336. In bfloat16, where the CPU multiplies it, 1.1 to
         2.1 times at 1 row and 1.3 to 3.1 times at 8. Matrices of 8 bits have a layout of their own.
         """
-        weight = self.matrix.weight
+        weight, scale = self.matrix.weight, self.matrix.scale
         if self._packs_int8:
+            assert scale is not None, "8 bits without scales"
             self.matrix = self.matrix._replace(weight=weight.new_empty(0))
-            self.int8, self._packed = int8.pack(weight), True
+            self.int8, self._packed = int8.pack(weight, scale), True
             return
         packs = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
         packs = packs and weight.device.type == "cpu"

@@ -98,7 +98,9 @@ class SparseMlp:
     def _pack_int8(self) -> None:
         """Lay weights of 8 bits out for a CPU, an expert at a time."""
         own = self._experts
-        packed = [int8.pack(each) for each in own.w13], [int8.pack(each) for each in own.w2]
+        assert own.scales is not None, "8 bits without scales"
+        (s13, s2), pack = own.scales, int8.pack
+        packed = list(map(pack, own.w13, s13)), list(map(pack, own.w2, s2))
         empty = own.w13.new_empty(0)
         self._experts = own._replace(w13=empty, w2=empty, matrices=packed)
 

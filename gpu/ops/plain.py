@@ -304,8 +304,7 @@ def _by_expert(
             rows, own = x[pairs // each], weight[expert]
             more, by = (None if each is None else each[expert] for each in (bias, scale))
             if isinstance(own, int8.Packed):
-                assert by is not None, "8 bits without scales"
-                out[pairs] = int8.product(rows, own, by, more)
+                out[pairs] = int8.product(rows, own, more)
             elif by is None:
                 out[pairs] = F.linear(rows, own, more)
             elif own.dtype == torch.int16:

@@ -35,7 +35,11 @@ TOP = (BASE // 2 - 1) * (BASE + 1)
 """The largest number that two digits represent."""
 
 LEAST = 1e-30
-"""Lower bound of a row's largest number, so that rows of zeros have a scale."""
+"""Lower bound of a row's scale, so that rows of zeros have one."""
+
+_DIGITS = torch.tensor([BASE, 1.0]).view(2, 1, 1)
+_LEAST, _UNITS = LEAST * _DIGITS, _DIGITS / TOP
+"""Of the high and of the low digit: the least unit, and the unit as a share of the row's largest number."""
 
 LEAST_ROWS, ROWS = 64, 256
 NUMBERS = 2**20
@@ -57,11 +61,13 @@ _ZEROS = torch.zeros(1, dtype=torch.int32)
 
 class Packed(NamedTuple):
     """A matrix [outputs, inputs], packed by the library that multiplies it. oneDNN has one block, with a byte
-    for each weight. FBGEMM has blocks of at most `BLOCK` weights, with inputs padded to a multiple of 512."""
+    for each weight. FBGEMM has blocks of at most `BLOCK` weights, with inputs padded to a multiple of 512 and
+    the `scale` of each output."""
 
     outputs: int
     inputs: int
     blocks: tuple[Tensor | torch.ScriptObject, ...]
+    scale: Tensor
 
 
 def runs_here() -> bool:
@@ -82,12 +88,12 @@ def by_onednn() -> bool:
 def _has_fbgemm() -> bool:
     """Whether this build of torch packs matrices for FBGEMM, on this CPU. It takes them as tensors of a
     quantised dtype, which are deprecated: the first one warns of that."""
-    known = hasattr(torch, "_make_per_tensor_quantized_tensor") and torch.cpu._is_avx2_supported()
+    known = hasattr(torch, "_make_per_channel_quantized_tensor") and torch.cpu._is_avx2_supported()
     if not known or torch.backends.quantized.engine not in ("x86", "fbgemm"):
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _packed_by_fbgemm(torch.zeros(1, 1, dtype=torch.int8))
+        _packed_by_fbgemm(torch.zeros(1, 1, dtype=torch.int8), torch.ones(1))
     return True
 
 
@@ -101,35 +107,39 @@ def store(place: Tensor, scale: Tensor, weight: Tensor) -> None:
         scale[rows].copy_(scales)
 
 
-def pack(numbers: Tensor) -> Packed:
-    """Pack `numbers` [outputs, inputs] for the kernels that multiply them here."""
+def pack(numbers: Tensor, scale: Tensor) -> Packed:
+    """Pack `numbers` [outputs, inputs], with the `scale` [outputs] of each output, for the kernels that
+    multiply them here."""
     assert numbers.is_contiguous(), "oneDNN's packing ignores strides"
     outputs, inputs = numbers.shape
     if by_onednn():
-        return Packed(outputs, inputs, (torch.ops.onednn.qlinear_prepack(numbers, None),))
+        return Packed(outputs, inputs, (torch.ops.onednn.qlinear_prepack(numbers, None),), scale)
     step = max(BLOCK // inputs, 1)
-    blocks = [_packed_by_fbgemm(numbers[first : first + step]) for first in range(0, outputs, step)]
-    return Packed(outputs, inputs, tuple(blocks))
+    parts = (slice(first, first + step) for first in range(0, outputs, step))
+    return Packed(
+        outputs, inputs, tuple(_packed_by_fbgemm(numbers[each], scale[each]) for each in parts), scale
+    )
 
 
-def _packed_by_fbgemm(numbers: Tensor) -> torch.ScriptObject:
-    tensor = torch._make_per_tensor_quantized_tensor(numbers, 1.0, 0)
+def _packed_by_fbgemm(numbers: Tensor, scale: Tensor) -> torch.ScriptObject:
+    zeros = torch.zeros(len(scale), dtype=torch.int64)
+    tensor = torch._make_per_channel_quantized_tensor(numbers, scale.double(), zeros, 0)
     packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(tensor, None)
     return packed
 
 
-def product(x: Tensor, packed: Packed, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b of `x` [n, inputs] and a matrix of `pack`: a new [n, outputs] in x's dtype."""
     step, multiply = rows_at_once(packed.outputs), _by_onednn if by_onednn() else _by_fbgemm
     # `to` takes 6 us even if it converts nothing, and `len` of a tensor 4: once for each product of a token.
     n, f = x.shape[0], x if x.dtype == torch.float32 else x.float()
     if n <= step:
-        out = multiply(f, packed, scale)
+        out = multiply(f, packed)
     else:
         out = torch.empty(n, packed.outputs)
         for first in range(0, n, step):
             rows = slice(first, first + step)
-            out[rows] = multiply(f[rows], packed, scale)
+            out[rows] = multiply(f[rows], packed)
     if bias is not None:
         out.add_(bias)
     return out if f is x else out.to(x.dtype)
@@ -140,34 +150,31 @@ def rows_at_once(outputs: int) -> int:
     return min(max(NUMBERS // outputs, LEAST_ROWS), ROWS)
 
 
-def _by_onednn(x: Tensor, packed: Packed, scale: Tensor) -> Tensor:
+def _by_onednn(x: Tensor, packed: Packed) -> Tensor:
     n, half, top = len(x), BASE // 2, _largest(x)
     # 0.5 rounds. Both digits are shifted by half the base, because the product takes unsigned bytes.
     numbers = (x * (number(TOP) / top)).add_(number(half * (BASE + 1) + 0.5)).to(torch.int16)
     digits = torch.empty(2 * n, packed.inputs, dtype=torch.uint8)
     digits[:n], digits[n:] = numbers >> BITS, numbers.bitwise_and_(BASE - 1)
     both: Tensor = torch.ops.onednn.qlinear_pointwise(
-        *(digits, 1.0, half, packed.blocks[0], scale, _ZEROS),
+        *(digits, 1.0, half, packed.blocks[0], packed.scale, _ZEROS),
         *(None, 1.0, 0, torch.float32, "none", [], ""),
     )
     return torch.add(both[:n], both[n:], alpha=1 / BASE).mul_(top.mul_(number(BASE / TOP)))
 
 
-def _by_fbgemm(x: Tensor, packed: Packed, scale: Tensor) -> Tensor:
+def _by_fbgemm(x: Tensor, packed: Packed) -> Tensor:
     """Multiply with as few torch operations as possible: each takes 3 to 10 us, since weights evict its code
     from the core's cache. NumPy's operations are faster alone, but a step that mixes them with torch's is
     slower: 33.9 ms for 32.5 with SmolLM2."""
-    # The scale of the high digit: the largest |x| of a row becomes TOP / BASE.
-    unit = torch.add(number(LEAST), x.abs().amax(-1, keepdim=True), alpha=BASE / TOP)
-    share = x / unit
-    digits = torch.empty(2, *x.shape)
+    units = torch.addcmul(_LEAST, x.abs().amax(-1, keepdim=True), _UNITS)
+    digits = x / units
     high, low = digits.unbind()
-    torch.round(share, out=high)
-    torch.sub(share, high, out=low).mul_(number(BASE))  # rounded by the product
+    low.sub_(high.round(), alpha=BASE)  # the product rounds both
     multiply = _fbgemm()
     parts = [multiply(digits, 1.0, BASE // 2, block) for block in packed.blocks]
     high, low = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).unbind()
-    return torch.add(high, low, alpha=1 / BASE).mul_(unit).mul_(scale)
+    return torch.add(high, low, alpha=1 / BASE).mul_(units[0])
 
 
 @cache

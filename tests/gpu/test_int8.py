@@ -76,7 +76,7 @@ def test_a_product_is_that_of_the_weights(rows: int, inputs: int, outputs: int) 
     x[:, 3] *= 300  # one that leaves the others few digits
     x[0] = 0
     numbers, scale = scaled.quantise(torch.randn(outputs, inputs) * 0.02, scaled.INT8)
-    found = int8.product(x, int8.pack(numbers), scale, bias)
+    found = int8.product(x, int8.pack(numbers, scale), bias)
     step = x.abs().amax(1, keepdim=True) / int8.TOP
     bound = step / 2 * scaled.restore(numbers, scale).abs().sum(1) * 1.01 + 1e-5
     assert ((found - exact(x, numbers, scale) - bias).abs() <= bound).all()
@@ -93,14 +93,14 @@ def test_the_largest_numbers_do_not_overflow() -> None:
     x, scale = torch.ones(2, inputs), torch.ones(3)
     x[1, 1::2] = -1
     torch.testing.assert_close(
-        int8.product(x, int8.pack(numbers), scale).double(), exact(x, numbers, scale), rtol=1e-6, atol=1e-6
+        int8.product(x, int8.pack(numbers, scale)).double(), exact(x, numbers, scale), rtol=1e-6, atol=1e-6
     )
 
 
 @pytest.mark.usefixtures("library")
 def test_no_rows() -> None:
     numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
-    assert int8.product(torch.zeros(0, 32), int8.pack(numbers), scale).shape == (0, 16)
+    assert int8.product(torch.zeros(0, 32), int8.pack(numbers, scale)).shape == (0, 16)
 
 
 @pytest.mark.usefixtures("library")
@@ -108,7 +108,7 @@ def test_what_is_no_number_stays_none() -> None:
     numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
     x = torch.ones(3, 32)
     x[1, 5] = torch.nan
-    found = int8.product(x, int8.pack(numbers), scale)
+    found = int8.product(x, int8.pack(numbers, scale))
     assert found[1].isnan().all()
     assert found[::2].isfinite().all()
 
@@ -118,11 +118,11 @@ def test_a_product_runs_none_of_torchs_checks_of_packed_matrices(monkeypatch: py
     """A product runs no Python code of torch, and throws no exception when torch looks for overrides."""
     monkeypatch.setattr(int8, "by_onednn", lambda: False)
     numbers, scale = scaled.quantise(torch.randn(16, 32), scaled.INT8)
-    x, packed, entered = torch.randn(1, 32), int8.pack(numbers), list[str]()
-    int8.product(x, packed, scale)
+    x, packed, entered = torch.randn(1, 32), int8.pack(numbers, scale), list[str]()
+    int8.product(x, packed)
     sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_filename))
     try:
-        int8.product(x, packed, scale)
+        int8.product(x, packed)
     finally:
         sys.setprofile(None)
     assert not [name for name in entered if "/torch/" in name]
