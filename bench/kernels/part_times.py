@@ -90,7 +90,7 @@ def _packing() -> Iterator[Row]:
         for _ in range(COPIES):
             kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
             cut = _chunks(sizes, kept)
-            places = plan_packing(cut, pairs, room, PACK_TILE)
+            places = plan_packing(cut, pairs, room, PACK_TILE).places
             cache = kept.k, kept.v
             calls.append(partial(pack, cache, (side[0], side[1]), places, cut, kept.table, 16, PACK_TILE))
         keys = sum(length + -(-length // PACK_TILE) * PACK_TILE for length in lengths)

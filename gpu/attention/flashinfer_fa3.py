@@ -8,9 +8,10 @@ FA3 gives a tile of queries to one multiprocessor, however many keys it sees, an
 stand behind many it leaves the others idle: those are attended to by `gpu.kernels.attention.prefill`, which
 cuts the keys among all.
 
-Steps that can hold long chunks launch two of them, one that reads packed keys
+Steps that can hold long chunks launch two kernels, one that reads packed keys
 (`gpu.kernels.attention.kv_packing`) and one that reads pages; which of them has work is decided on the
-device.
+device. FA3 does not read float8 pages beside queries of 16 bits: packed keys have 16 bits, and what stays in
+its pages is attended to by `gpu.kernels.attention.prefill`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gpu.attention.fa3_build import is_built, module_args, module_spec, require_
 from gpu.attention.triton_paged import TritonPrefill, chunks_of
 from gpu.device import HOPPER
 from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
-from gpu.kernels.attention.kv_packing import pack, plan_packing
+from gpu.kernels.attention.kv_packing import Packing, pack, plan_packing
 from gpu.kernels.jit import only_compiling
 from gpu.state.view import StepView
 
@@ -45,6 +46,18 @@ PACK_BYTES = 128 * 2**20
 KEYS_PER_TOKEN = 4
 """Packed keys that a graph has room for, by its tokens: what packs is launched for all of its room, and 5 us
 where it finds nothing to do in 65,536 are a tenth of a small step's attention."""
+
+COARSE_PAIRS_PER_KEY, COARSE_KEYS_PER_TOKEN = 110, 16
+"""The same of float8 pages, whatever their heads: what is not packed is computed by our own kernel, in two to
+three times the time. µs on an H200, 32 query heads of 128, and 8 and 4 KV heads: ours, and packing and FA3
+             ours          packed
+128 @ 0        9.3   9.4    12.1  11.0
+256 @ 0       14.0  13.9    14.1  12.9
+128 @ 380     23.5  23.6    17.2  15.5
+512 @ 1,500     78    78      36    33
+8 x 1,024      396   421     177   171
+2 x 4,096    1,174 1,176     431   422
+"""
 
 PACK_TILE = 128
 """Keys per tile of FA3 at most."""
@@ -81,8 +94,6 @@ def check_fa3(config: AttentionConfig) -> None:
     check_flashinfer("FA3", config)
     if config.head_dim not in (64, 128, 256):
         raise ConfigError(f"FA3 has head_dim 64, 128 and 256, not {config.head_dim}.")
-    if config.kv_scales is not None:
-        raise ConfigError("FA3 reads float8 pages only with float8 queries.")
 
 
 def compiled_prefill(config: AttentionConfig) -> FlashInferPrefill:
@@ -110,15 +121,25 @@ class FlashInferPrefill:
         heads = config.kv_heads, config.head_dim
         room = PACK_BYTES // (2 * math.prod(heads) * config.dtype.itemsize) // PACK_TILE * PACK_TILE
         self._packed_kv = torch.zeros(2, room, *heads, dtype=config.dtype, device=config.device)
+        self._coarse = config.kv_scales is not None
+        self._pairs_per_key = PAIRS_PER_KEY * config.kv_heads / config.heads
+        self._keys_per_token = KEYS_PER_TOKEN
+        if self._coarse:
+            self._pairs_per_key, self._keys_per_token = COARSE_PAIRS_PER_KEY, COARSE_KEYS_PER_TOKEN
         self._room = 0
-        self._packed_at: Tensor | None = None
+        self._packing: Packing | None = None
         self._packed_schedule: Fa3Schedule | None = None
         self._paged_schedule: Fa3Schedule | None = None
         self._space = torch.empty(16, dtype=torch.uint8, device=config.device)
 
+    def _packs(self, view: StepView) -> bool:
+        """Whether a step of this graph may pack its keys: no key is seen by more queries than there are."""
+        return view.tokens >= self._pairs_per_key
+
     def _uses_triton(self, view: StepView) -> bool:
         tiles = view.tokens * self._config.heads / fa3_tile(self._config.head_dim)
-        return view.deep and tiles <= SMALL_SHARE * self._config.gpu.processors
+        few = view.deep and tiles <= SMALL_SHARE * self._config.gpu.processors
+        return few or (self._coarse and not self._packs(view))
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: one schedule, or two, serve all layers."""
@@ -128,13 +149,16 @@ class FlashInferPrefill:
         config, pdl, chunks = self._config, self._config.pdl, chunks_of(view)
         tiles = fa3_tiles(chunks, view.tokens, config.head_dim, pdl=pdl)
         shape = (config.heads, config.head_dim, view.page_table.stride(0), config.gpu.processors)
-        self._packed_at = self._packed_schedule = None
-        pairs = PAIRS_PER_KEY * config.kv_heads / config.heads
-        if view.tokens >= pairs:  # no token sees more queries than there are
-            self._room = min(self._packed_kv.shape[1], KEYS_PER_TOKEN * view.tokens)
-            self._packed_at = plan_packing(chunks, pairs, self._room, PACK_TILE, pdl=pdl)
-            self._packed_schedule = schedule_fa3(tiles, *shape, self._packed_at, True, pdl=pdl)
-        self._paged_schedule = schedule_fa3(tiles, *shape, self._packed_at, pdl=pdl)
+        self._packing = self._packed_schedule = self._paged_schedule = places = None
+        if self._packs(view):
+            self._room = min(self._packed_kv.shape[1], self._keys_per_token * view.tokens)
+            self._packing = plan_packing(chunks, self._pairs_per_key, self._room, PACK_TILE, pdl=pdl)
+            places = self._packing.places
+            self._packed_schedule = schedule_fa3(tiles, *shape, places, True, pdl=pdl)
+        if not self._coarse:
+            self._paged_schedule = schedule_fa3(tiles, *shape, places, pdl=pdl)
+        elif self._packing is not None:
+            self._triton.plan(view, chunks._replace(num_chunks=self._packing.left))
 
     def attend(
         self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor, sinks: Tensor | None = None
@@ -143,7 +167,6 @@ class FlashInferPrefill:
         if self._uses_triton(view):
             self._triton.attend(layer, q, cache, view, out)
             return
-        assert self._paged_schedule is not None, "plan() comes first"
         config, window = self._config, self._config.windows[layer]
         kernels, size = self._kernels[window > 0], config.page_size
         here = view.chunk_firsts  # stands for what a schedule holds already
@@ -151,11 +174,13 @@ class FlashInferPrefill:
         # To the left so many keys, -1 for all; FA3 knows no dependent launch; then masks and theirs.
         mask = (None, CAUSAL, NHD, window - 1, False, *[None] * 6, config.cap, config.scale)
         k_side, v_side = self._packed_kv[:, : self._room]
-        if self._packed_at is not None:
+        if self._packing is not None:
             pack(
-                cache, (k_side, v_side), self._packed_at, chunks_of(view), view.page_table, size, PACK_TILE,
-                pdl=config.pdl,
+                cache, (k_side, v_side), self._packing.places, chunks_of(view), view.page_table, size,
+                PACK_TILE, scales=config.kv_scales or (1.0, 1.0), pdl=config.pdl,
             )  # fmt: skip
+        if self._coarse:
+            self._triton.attend(layer, q, cache, view, out)
         if only_compiling():  # no kernel has written the schedule that FA3 reads
             return
         if self._packed_schedule is not None:
@@ -163,12 +188,13 @@ class FlashInferPrefill:
             kernels.ragged_run(
                 self._space, numbers, list(offsets), q, k_side, v_side, here, here, result, *mask, *ROTATION
             )
-        numbers, offsets = self._paged_schedule
-        pages = (torch.unflatten(side, 0, (-1, size)) for side in cache)
-        kernels.paged_run(
-            self._space, numbers, list(offsets), q, *pages, here, here, view.page_table, here, result, *mask,
-            *[None] * 3, *ROTATION, 0,
-        )  # fmt: skip
+        if self._paged_schedule is not None:
+            numbers, offsets = self._paged_schedule
+            pages = (torch.unflatten(side, 0, (-1, size)) for side in cache)
+            kernels.paged_run(
+                self._space, numbers, list(offsets), q, *pages, here, here, view.page_table, here, result,
+                *mask, *[None] * 3, *ROTATION, 0,
+            )  # fmt: skip
 
 
 def _kernels(config: AttentionConfig, windowed: bool) -> Any:

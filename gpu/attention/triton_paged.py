@@ -196,10 +196,11 @@ class TritonPrefill:
         """How a graph's chunks are cut."""
         return self._split if view.deep else self._split._replace(programs=0)
 
-    def plan(self, view: StepView) -> None:
-        """See `PhaseAttention.plan`: one list serves all layers, whatever their windows."""
+    def plan(self, view: StepView, chunks: Chunks | None = None) -> None:
+        """See `PhaseAttention.plan`: one list serves all layers, whatever their windows. `chunks` in place of
+        the step's."""
         self._items = plan_prefill(
-            chunks_of(view),
+            chunks_of(view) if chunks is None else chunks,
             view.tokens,
             self._config.heads // self._kv,
             self._cut(view),

@@ -4,12 +4,15 @@ FA3 gathers pages row by row, and its copying warps ask anew for every row of ev
 side by side one thread asks for a tile. On an H200 at its power limit, 32 query and 8 KV heads of 128,
 2 x 4,096 tokens take 503 us so and 593 out of pages, 8 x 1,024 take 168 and 205; packing 8,192 tokens
 takes 19. Few tokens behind many cached ones are not worth it, and then a step leaves all where they are:
-a list of each kind would be two launches, and the second one short of work.
+a list of each kind would be two launches, and the second one short of work. Of float8 pages the copy is in
+the dtype of the queries, which FA3 needs.
 
     packed    | chunk 0 ......... 0 0 0 | chunk 1 .................. 0 | stale        0: zeros up to a tile
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +22,18 @@ from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
 
 SPAN = 16
 """Tokens per program; divides the tile."""
+
+
+class Packing(NamedTuple):
+    """Where a step's keys are.
+
+    places  int32 [C]  where each chunk's keys begin among the packed, -1 where they stay in their pages,
+                       which all of a step's do or none
+    left    int32 [1]  chunks whose keys stay in their pages
+    """
+
+    places: Tensor
+    left: Tensor
 
 
 @jit
@@ -32,7 +47,7 @@ def _spans(chunks: Chunks, c: tl.tensor, live: tl.tensor) -> tuple[tl.tensor, tl
 @jit_loose("count", "room")
 def _plan(
     chunks: Chunks,
-    packed: tl.tensor,
+    packing: Packing,
     pairs_per_key: float,
     count: int,
     room: int,
@@ -42,7 +57,8 @@ def _plan(
 ) -> None:
     c = tl.arange(0, BLOCK)
     begin(PDL)
-    live = c < tl.minimum(tl.load(chunks.num_chunks).to(tl.int32), count)
+    n = tl.minimum(tl.load(chunks.num_chunks).to(tl.int32), count)
+    live = c < n
     start, tokens = _spans(chunks, c, live)
     keys = start + tokens
     pairs = tokens.to(tl.float32) * (start + tokens // 2).to(tl.float32)
@@ -50,22 +66,22 @@ def _plan(
     upto = tl.cumsum(size, 0)
     total = tl.sum(size, 0)
     worth = (total <= room) & (tl.sum(pairs, 0) >= pairs_per_key * tl.sum(keys, 0).to(tl.float32))
-    tl.store(packed + c, tl.where(live & worth, upto - size, -1), mask=c < count)
+    tl.store(packing.places + c, tl.where(live & worth, upto - size, -1), mask=c < count)
+    tl.store(packing.left, tl.where(worth, 0, n))
 
 
-def plan_packing(chunks: Chunks, pairs_per_key: float, room: int, tile: int, *, pdl: bool = False) -> Tensor:
-    """Where each chunk's keys begin among the packed: int32 [C], -1 where they stay in their pages, which
-    all of a step's do or none.
+def plan_packing(chunks: Chunks, pairs_per_key: float, room: int, tile: int, *, pdl: bool = False) -> Packing:
+    """Decide whether a step's keys are packed.
 
     pairs_per_key  pairs of query and key from which a key is worth its copy
     room           keys that can be packed
     tile           what a chunk's place is a multiple of
     """
     count = len(chunks.starts)
-    packed = chunks.starts.new_empty(count)
+    packing = Packing(chunks.starts.new_empty(count), chunks.num_chunks.new_empty(1))
     _plan[(1,)](
         chunks,
-        packed,
+        packing,
         pairs_per_key,
         count,
         room,
@@ -73,7 +89,16 @@ def plan_packing(chunks: Chunks, pairs_per_key: float, room: int, tile: int, *, 
         BLOCK=pow2(count),
         **launch_options(pdl, 4),
     )
-    return packed
+    return packing
+
+
+@jit
+def _copy(source: tl.tensor, target: tl.tensor, there: tl.tensor, room: tl.tensor, scale: float) -> None:
+    """Copy what is `there`, zeros elsewhere, times `scale` where the dtypes differ."""
+    found = tl.load(source, mask=there, other=0.0)
+    if found.dtype != target.dtype.element_ty:
+        found = found.to(tl.float32) * scale
+    tl.store(target, found.to(target.dtype.element_ty), mask=room)
 
 
 @jit_loose("count", "width")
@@ -87,6 +112,8 @@ def _pack(
     table: tl.tensor,
     k_stride: int,
     v_stride: int,
+    k_scale: float,
+    v_scale: float,
     count: int,
     width: int,
     PAGE: tl.constexpr,
@@ -116,8 +143,8 @@ def _pack(
     target = (row + tl.arange(0, SPAN)).to(tl.int64)[:, None] * WIDTH
     d = tl.arange(0, COLUMNS)[None, :]
     there = inside[:, None] & (d < WIDTH)
-    tl.store(k_out + target + d, tl.load(k + source * k_stride + d, mask=there, other=0.0), mask=d < WIDTH)
-    tl.store(v_out + target + d, tl.load(v + source * v_stride + d, mask=there, other=0.0), mask=d < WIDTH)
+    _copy(k + source * k_stride + d, k_out + target + d, there, d < WIDTH, k_scale)
+    _copy(v + source * v_stride + d, v_out + target + d, there, d < WIDTH, v_scale)
 
 
 def pack(
@@ -129,6 +156,7 @@ def pack(
     page_size: int,
     tile: int,
     *,
+    scales: tuple[float, float] = (1.0, 1.0),
     pdl: bool = False,
 ) -> None:
     """Copy the keys and values of the chunks that are packed; behind each zeros up to a whole tile, so
@@ -136,8 +164,9 @@ def pack(
 
     cache       K and V, each [tokens, kv_heads, dim] with (kv_heads, dim) contiguous
     out         K and V, each contiguous [room, kv_heads, dim]
-    packed      of `plan_packing`
+    packed      `Packing.places`
     page_table  int32 [slots, pages]
+    scales      what K and V of float8 pages are multiplied by
     """
     (k, v), (k_out, v_out) = cache, out
     width = k_out[0].numel()
@@ -151,6 +180,7 @@ def pack(
         page_table,
         k.stride(0),
         v.stride(0),
+        *scales,
         len(packed),
         page_table.stride(0),
         PAGE=page_size,

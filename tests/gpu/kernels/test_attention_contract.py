@@ -350,6 +350,34 @@ def test_flashinfer_packs_keys_where_it_pays(
     check(step._replace(expected=[step.expected[0]] * 2), backend, tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "chunks",
+    [((0, 900), (950, 30), (333, 800)), ((0, 900), (9_500, 30), (33, 80)), ((0, 40), (20, 3))],
+    ids=["packed", "in pages", "few"],
+)
+def test_flashinfer_over_float8_pages(chunks: tuple[tuple[int, int], ...], device: torch.device) -> None:
+    """Prompts over float8 pages, by FA3 where their keys are packed. Decode rows beside them."""
+    pytest.importorskip("flashinfer")
+    step = make(Case(Heads(8, 2, 128), decode=(30, 2), chunks=chunks, pad=(7, 3, 2)), torch.bfloat16, device)
+    scales = 0.5, 2.0
+    coarse, same = [], []
+    for side, scale in zip(step.cache, scales, strict=True):
+        coarse.append((side.nan_to_num(0.0) / scale).to(torch.float8_e4m3fn))
+        same.append((coarse[-1].float() * scale).to(side.dtype))
+    config, found = step.config._replace(windows=(0, 0)), []
+    for own, cache in ((config._replace(kv_scales=scales), coarse), (config, same)):
+        backend = device_attention(own, "prefill=flashinfer")
+        bind(backend, [(cache[0], cache[1])] * 2)
+        if own.kv_scales is not None:
+            check(
+                step._replace(expected=[step.expected[0]] * 2), backend, 0.06
+            )  # three bits behind the point
+        backend.plan(step.view)
+        found.append(backend.attend(0, step.q, step.view)[: step.live])
+    assert error(*found) < 6e-3
+
+
 XQA_CASES = {
     name: CASES[name]._replace(heads=Heads(16, 2, 128))
     for name in ("decode", "decode, padded", "mixed, padded", "mixed graph without chunks", "cascade, mixed")

@@ -29,7 +29,8 @@ def test_all_are_packed_where_there_is_room_and_it_pays(
     kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
     cut = chunks(sizes, kept, 3, device)
     found = plan_packing(cut.step(live), pairs_per_key, room, TILE)
-    assert found.tolist() == [*expected, -1]
+    assert found.places.tolist() == [*expected, -1]
+    assert found.left.tolist() == [live if expected[0] < 0 else 0]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_packed_keys_are_those_of_the_pages(
     sizes = [(0, 40), (100, 3), (17, 50)]
     kept = pages([sum(size) for size in sizes], page_size, heads, dtype, device)
     cut = chunks(sizes, kept, 2, device)
-    packed = plan_packing(cut.step(3), 0, 320, TILE)
+    packed = plan_packing(cut.step(3), 0, 320, TILE).places
     assert packed.tolist() == [0, 64, 192, -1]
     out = tuple(torch.full((320, heads.kv, heads.dim), 7.0, dtype=dtype, device=device) for _ in range(2))
     pack((kept.k, kept.v), (out[0], out[1]), packed, cut.step(3), kept.table, page_size, TILE)
@@ -53,3 +54,17 @@ def test_packed_keys_are_those_of_the_pages(
             assert torch.equal(side[first : first + keys], whole[where])
             assert (side[first + keys : end] == 0).all()
     assert all((side[288:] == 7.0).all() for side in out)  # nobody's
+
+
+def test_packed_keys_of_float8_pages_are_scaled(device: torch.device, dtype: torch.dtype) -> None:
+    kept = pages([50], 16, Heads(1, 2, 16), dtype, device)
+    cut = chunks([(10, 40)], kept, 1, device)
+    packed = plan_packing(cut.step(1), 0, 64, TILE).places
+    cache = kept.k.nan_to_num(0.0).to(torch.float8_e4m3fn), kept.v.nan_to_num(0.0).to(torch.float8_e4m3fn)
+    out = tuple(torch.full((64, 2, 16), 7.0, dtype=dtype, device=device) for _ in range(2))
+    pack(cache, (out[0], out[1]), packed, cut.step(1), kept.table, 16, TILE, scales=(0.5, 3.0))
+    at = torch.arange(50, device=device)
+    where = kept.table[kept.slots[0], at // 16].long() * 16 + at % 16
+    for side, whole, scale in zip(out, cache, (0.5, 3.0), strict=True):
+        assert torch.equal(side[:50], (whole.float() * scale).to(dtype)[where])
+        assert (side[50:] == 0).all()
