@@ -355,6 +355,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "lora ends": lambda: lora_ends(256),
         "sample": sampler,
         "merge": lambda: merge.merge_state(empty(256, 32, 128), lse, empty(256, 32, 128), lse, pdl=pdl),
+        "decode, page 1": lambda: attention(1, heads),
         "decode, page 16": lambda: attention(16, heads),
         "decode, page 64": lambda: attention(64, heads),
         "decode, one row": lambda: attention(16, heads, rows=1),

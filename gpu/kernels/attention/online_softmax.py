@@ -54,7 +54,7 @@ def load_pages(
         each = tl.load(
             table + at, mask=at * PAGE < end, other=0, cache_modifier=CACHE, eviction_policy=policy
         )
-        page = tl.reshape(tl.broadcast_to(each[:, None], [pages, PAGE]), [TILE])
+        page = each if PAGE == 1 else tl.reshape(tl.broadcast_to(each[:, None], [pages, PAGE]), [TILE])
     return page
 
 
