@@ -70,14 +70,23 @@ def arguments(schema: Mapping[str, Any], fields: Fields, strict: bool, loose: bo
         raise Unsupported(
             f"the keyword '{found}' beside its properties has no grammar in this model's format."
         )
-    required = [] if loose else list(schema.get("required", []))
-    for name in required:
-        if name not in properties:
-            raise Unsupported(f"the required {name!r:.60} is not among its properties.")
+    required = [] if loose else _required(schema, properties)
     writer = _Writer(schema, fields, strict)
     first = [writer.field(name, properties.pop(name)) for name in dict.fromkeys(required)]
     rest = [writer.field(name, value) for name, value in properties.items()]
     return _listed(first, rest, fields.separator)
+
+
+def _required(schema: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
+    """The required ones of `properties`; null stands for none, as Go's clients send it. Raises
+    `Unsupported`."""
+    required = schema.get("required") or []
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise Unsupported("its 'required' is not a list of names.")
+    for name in required:
+        if name not in properties:
+            raise Unsupported(f"the required {name!r:.60} is not among its properties.")
+    return required
 
 
 def _listed(first: list[Element], rest: list[Element], separator: str) -> Element:

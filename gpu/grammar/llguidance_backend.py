@@ -110,7 +110,10 @@ class LlguidanceBackend:
     def compile(self, kind: str, text: str, lenient: bool = False) -> Grammar:
         """Raises `Refused` with the reason. Bounded by the library's fuel, not by time."""
         source = _source(kind, text, lenient)
-        prototype = LLMatcher(self._tokenizer, source.text, log_level=0, limits=self._limits)
+        notation = source.text
+        if any(name in notation.replace("\\", "") for name in self._marks):
+            notation = _unforced(notation)
+        prototype = LLMatcher(self._tokenizer, notation, log_level=0, limits=self._limits)
         _check(prototype)
         warnings = prototype.get_grammar_warnings()
         if warnings and not lenient:
@@ -186,6 +189,19 @@ def _reason(error: str) -> str:
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     text = "; ".join(line for line in lines if line).rstrip(".;")
     return "nothing can follow" if text in ("", "NoExtensionBias") else text[:400]
+
+
+def _unforced(grammar: str) -> str:
+    """The same without forced tokens: the library would spell the name of a control token in forced text as
+    that token, and then refuse it."""
+    if not grammar.startswith("{"):
+        return f'%llguidance {{"no_forcing": true}}\n{grammar}'
+    parts = json.loads(grammar)
+    for part in parts["grammars"]:
+        schema = part.pop("json_schema", None)
+        lark = f"start: %json {json.dumps(schema)}" if schema is not None else part["lark_grammar"]
+        part["lark_grammar"] = f'%llguidance {{"no_forcing": true}}\n{lark}'
+    return json.dumps(parts)
 
 
 class Source(NamedTuple):

@@ -195,6 +195,10 @@ def unsupported_keywords(
             for key in (*_UNSUPPORTED, *more(schema)):
                 if key in schema:
                     yield UnsupportedKeyword(key, schema, path)
+            for key in _inexact(schema):
+                yield UnsupportedKeyword(
+                    key, schema, path, "with a number of more than 53 bits is not supported"
+                )
             if schema.get("uniqueItems") not in (None, False):
                 yield UnsupportedKeyword("uniqueItems", schema, path)
             if _min_properties_too_large(schema):
@@ -205,6 +209,34 @@ def unsupported_keywords(
                 for key in ("$id", "id"):
                     if isinstance(schema.get(key), str):
                         yield UnsupportedKeyword(key, schema, path, "beside '$ref' is not supported")
+
+
+_EXACT = 2**53
+"""llguidance reads numbers as doubles: integers above this are rounded."""
+
+_LARGEST = 2**63
+"""Integers that it writes are below this."""
+
+_BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+
+
+def _inexact(schema: Mapping[str, Json]) -> Iterator[str]:
+    """Keywords whose numbers llguidance would change: another constant would be written, or a bound passed. A
+    bound that only gets tighter is kept."""
+    for key in ("const", "enum"):
+        if any(_is_large(value) for value in values(schema.get(key))):
+            yield key
+    for key, sign in _BOUNDS.items():
+        bound: Any = schema.get(key)
+        if _is_large(bound):
+            near = int(float(max(min(bound, 2 * _LARGEST), -2 * _LARGEST)))
+            read = max(min(near, _LARGEST - 1), -_LARGEST)
+            if (read - bound) * sign < 0 or key.startswith("exclusive"):
+                yield key
+
+
+def _is_large(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) >= _EXACT
 
 
 def _min_properties_too_large(schema: Mapping[str, Json]) -> bool:

@@ -171,7 +171,7 @@ def check_tag(text: str) -> Json:
         raise Refused("A structural tag must be an object with a 'format'.")
     for node in _formats(tag["format"]):
         kind = node.get("type")
-        if kind not in _FORMATS:
+        if not isinstance(kind, str) or kind not in _FORMATS:
             raise Refused(f"The structural tag has a format of unknown type {kind!r:.60}.")
         if kind in ("json_schema", "qwen_xml_parameter"):
             node.pop("lenient", None)  # it is not: llguidance alone leaves out what it cannot hold

@@ -125,7 +125,8 @@ def _disjoint(branches: list[Json]) -> bool:
 
 def _match_type(values: list[Json], kinds: Json) -> bool:
     listed = kinds if isinstance(kinds, list) else [kinds]
-    return kinds is None or all(any(_TYPES[kind](v) for kind in listed if kind in _TYPES) for v in values)
+    known = [kind for kind in listed if isinstance(kind, str) and kind in _TYPES]
+    return kinds is None or all(any(_TYPES[kind](v) for kind in known) for v in values)
 
 
 def _check_values(schema: Mapping[str, Json], path: str) -> None:
@@ -133,13 +134,14 @@ def _check_values(schema: Mapping[str, Json], path: str) -> None:
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         refuse("required" if isinstance(properties, Mapping) else "properties", path, "has the wrong type")
     for name in required:
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             refuse("required", path, f"names {name!r:.60}, which is not among the properties")
     if any(value is False for value in properties.values()):
         refuse("properties", path, f"with a schema 'false' {_INSIDE}")
     if isinstance(schema.get("items"), list):
         refuse("items", path, "as a list is not supported in structural tags: use 'prefixItems'")
-    if "format" in schema and schema["format"] not in _FORMATS:
+    form = schema.get("format", "time")
+    if not isinstance(form, str) or form not in _FORMATS:
         refuse("format", path, f"of value {schema['format']!r:.60} {_INSIDE}")
     for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems"):
         value = schema.get(key, 0)

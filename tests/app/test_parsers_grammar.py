@@ -334,8 +334,16 @@ UNHELD: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"not": {}}}}, "not"),
     ({"properties": {"a>": {"type": "integer"}}}, "a>"),
     ({"properties": {"a": {}}, "required": ["b"]}, "b"),
+    ({"properties": {"a": {}}, "required": 5}, "required"),
+    ({"properties": {"a": {}}, "required": [{}]}, "required"),
     ({"properties": {"a": {}}, "minProperties": 1}, "minProperties"),
 ]
+
+
+def test_a_required_of_null_is_none() -> None:
+    """As Go's clients send a list that was never made."""
+    tools = (Tool("trip", {"properties": {"a": {}}, "required": None}, True),)
+    assert constraint(Wanted(tools=tools, calls="required"), TOOLS["qwen3_coder"], None) is not None
 
 
 @pytest.mark.parametrize(("schema", "word"), UNHELD)

@@ -269,6 +269,30 @@ async def test_marks_never_match_inside_strings(compiler: Compiler) -> None:
         assert accepts(grammar, '{"a":"<tool>"}'), "the same characters as text are text"
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        ("choice", ["<tool>"], "<tool>"),
+        ("choice", ["a<tool>b"], "a<tool>b"),
+        ("regex", r"a<tool>\+", "a<tool>+"),
+        ("json_schema", {"const": "<tool>"}, '"<tool>"'),
+    ],
+)
+async def test_the_name_of_a_mark_may_be_the_only_answer(
+    compiler: Compiler, kind: GrammarKind, source: Any, text: str
+) -> None:
+    grammar = await compiled(compiler, kind, source)
+    for i in range(len(text)):
+        assert ord(text[i]) in allowed(grammar, list(text[:i].encode()))
+    assert accepts(grammar, text)
+
+
+async def test_bounds_that_llguidance_tightens_pass(compiler: Compiler) -> None:
+    grammar = await compiled(compiler, "json_schema", {"type": "integer", "minimum": 0, "maximum": 2**64 - 1})
+    assert accepts(grammar, "1790000000000000001")
+    assert not accepts(grammar, "-1")
+
+
 async def test_a_tag_may_use_the_marks_that_it_spells(compiler: Compiler) -> None:
     think = {"type": "any_text", "excludes": ["<think>", "</think>"]}
     form = {"type": "tag", "begin": "<think>", "content": think, "end": "</think>"}
@@ -303,6 +327,10 @@ async def test_every_end_may_follow_a_complete_answer_and_no_other(compiler: Com
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"type": "string", "pattern": "a(?=b)"}, "look-ahead"),
         ({"$ref": "http://example.com/schema"}, "http://example.com/schema"),
+        ({"enum": ["a", 1790000000000000001]}, "more than 53 bits"),
+        ({"properties": {"a": {"const": [-(2**53) - 1]}}}, "'const'"),
+        ({"type": "integer", "minimum": 10**19, "maximum": 10**19 + 5}, "'minimum'"),
+        ({"type": "integer", "exclusiveMaximum": 2**60}, "'exclusiveMaximum'"),
         ({"type": "strnig"}, "strnig"),
         ({"type": "string", "maxLength": -1}, "maxLength"),
         ({"type": "string", "enum": [1]}, "nsatisfiable"),
@@ -457,6 +485,7 @@ async def test_what_is_no_schema_is_refused_from_lenient_ones_too(compiler: Comp
         ("ebnf", "root ::= " + "(" * 20_000, "recursion"),
         ("structural_tag", "[]", "format"),
         ("structural_tag", '{"format": {"type": "nope"}}', "nope"),
+        ("structural_tag", '{"format": {"type": {}}}', "unknown type"),
         ("structural_tag", '{"format": {"type": "tag"}}', "tag"),
     ],
 )
@@ -479,6 +508,9 @@ async def test_other_sources_say_what_is_wrong(
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"enum": [1, "a"], "type": "string"}, "type"),
         ({"type": "string", "format": "date"}, "date"),
+        ({"type": "string", "format": []}, "format"),
+        ({"type": {}, "enum": ["a"]}, "type"),
+        ({"type": "object", "properties": {"a": {}}, "required": [{}]}, "required"),
         ({"type": "array", "items": [{}]}, "items"),
         ({"$ref": "other.json"}, "$ref"),
         ({"properties": {"a": {}}}, "type"),
