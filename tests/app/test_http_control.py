@@ -35,3 +35,14 @@ async def test_an_unknown_tag_is_refused_by_name(start: Start, path: str) -> Non
         assert "tags" in answer["error"]["param"]
         assert "disk" in answer["error"]["message"]
     assert (await server.post(f"{path}?tags=weights", {}))[0] == 200
+
+
+async def test_an_unknown_level_of_sleep_is_refused(start: Start) -> None:
+    server = await start(ServeConfig(control_routes=True))
+    loaded = server.service.loaded
+    server.service.ready(Loaded(CARD, loaded.tokenizer, loaded.template, server.engine, operator=Idle()))
+    for level in ("0", "3", "abc", ""):
+        status, answer = await server.post(f"/sleep?level={level}", {})
+        assert (status, answer["error"]["param"]) == (400, "level")
+    for level in ("1", "2"):
+        assert (await server.post(f"/sleep?level={level}", {}))[0] == 200

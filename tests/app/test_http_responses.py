@@ -422,6 +422,13 @@ async def test_what_is_wrong_is_named(server: Server, body: dict[str, Any], para
     assert not server.engine.runs
 
 
+async def test_an_item_of_an_unknown_type_is_named(server: Server) -> None:
+    items = [{"type": "mesage", "role": "user", "content": "I am Bob."}, {"role": "user", "content": "hi"}]
+    async with server.http.post(URL, json={"input": items}) as response:
+        assert response.status == 200
+        assert response.headers["X-Loom-Warning"] == "'input[0]' is ignored: no item has the type 'mesage'"
+
+
 async def test_what_others_send_is_tolerated(server: Server) -> None:
     """Codex and the AI SDK: tools and items of their own, fields without meaning here, nulls."""
     items = [

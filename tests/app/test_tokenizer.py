@@ -41,6 +41,16 @@ def test_bos_is_added_where_only_the_settings_ask_for_it(tmp_path: Path) -> None
     assert tokenizer.encode("a", add_special=False).tolist() == [ord("a")]
 
 
+def test_ids_of_a_long_text_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.load(vocabularies.save(vocabularies.byte_level(), tmp_path), 300)
+    text = "abcdefg" * 10
+    whole = tokenizer.encode(text)
+    for size in (1, 9, 23, 69, 70):
+        monkeypatch.setattr("app.text.tokenizer.AT_ONCE", size)
+        found = tokenizer.encode(text)
+        assert found.dtype == whole.dtype and found.tolist() == whole.tolist()
+
+
 async def test_offsets_are_of_the_same_tokens(tmp_path: Path) -> None:
     path = vocabularies.save(
         vocabularies.byte_level(), tmp_path, bos_token="<|im_start|>", add_bos_token=True

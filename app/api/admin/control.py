@@ -20,12 +20,14 @@ from app.http.body import decoded
 from app.http.errors import HttpError
 from app.http.keys import SERVE, SERVICE
 from core.command import TAGS, Tag
-from core.errors import RequestError, Unavailable
+from core.errors import RequestError, Unavailable, field_error
 
 Answer = dict[str, object]
 Act = Callable[[Operator, web.Request], Awaitable[Answer]]
 
 ROUTES = Routes()
+LEVELS = ("1", "2")
+"""vLLM's levels of sleep: whether weights are kept on the host. Here they are loaded again either way."""
 TAGS_QUERY: Schema = {"tags": {"type": "array", "items": {"type": "string", "enum": list(TAGS)}}}
 
 
@@ -127,9 +129,16 @@ async def load_weights(operator: Operator, request: web.Request) -> Answer:
     return {"message": "The weights were replaced."}
 
 
-@_route("POST /release_memory_occupation", "POST /sleep", body=TagsBody, query=TAGS_QUERY)
+@_route(
+    "POST /release_memory_occupation",
+    "POST /sleep",
+    body=TagsBody,
+    query=TAGS_QUERY | {"level": {"type": "string", "enum": list(LEVELS)}},
+)
 async def sleep(operator: Operator, request: web.Request) -> Answer:
     """Release memory."""
+    if request.query.get("level", LEVELS[0]) not in LEVELS:
+        raise field_error("level", f"must be one of {', '.join(LEVELS)}, whose effect is the same")
     await operator.sleep(await _tags(request))
     return {"asleep": sorted(operator.asleep)}
 

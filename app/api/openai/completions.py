@@ -26,7 +26,7 @@ from app.engine.job import Job, Piece, Run
 from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside, prompt_count
 from app.service import Loaded
-from core.errors import field_error
+from core.errors import field_error, unsupported
 from core.types import Floats
 
 ROUTES = Routes()
@@ -131,6 +131,8 @@ def completion_jobs(
         raise field_error("prompt", "must not be empty")
     prompts = split_prompts(body.prompt, "prompt")[0] if body.prompt else []
     n = choices(body.n, len(prompts) + len(embeds))
+    if body.best_of not in (None, n):
+        raise unsupported("best_of", f"all {n} of 'n' are returned, and no others are made")
     vocab_size = loaded.card.vocab_size
     logprobs = _logprobs(body)
     base = base_job(

@@ -193,6 +193,7 @@ class CompletionBody(Generation, kw_only=True):
     prompt: str | list[str | Int | list[Int]] | None = None
     suffix: str | None = None
     prompt_embeds: Text | None = None
+    best_of: Int | None = None
     logprobs: Int | None = None
     echo: bool | None = None
     return_token_offsets: bool | None = None

@@ -1,7 +1,7 @@
 """Input items to chat messages.
 
-Unknown types are skipped: newer clients send items of their own (Codex's `agent_message`), which mean
-nothing to another model.
+Items of unknown types are skipped with a warning: newer clients send items of their own (Codex's
+`agent_message`), which mean nothing to another model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from app.api.request.messages import check_known_role, text_parts
 from app.api.responses.schema import Item
 from app.api.responses.store import Store
 from app.http.body import check_depth
+from app.warning import warn
 from core.errors import RequestError, field_error
 
 Message = dict[str, Any]
@@ -27,6 +28,7 @@ _CALLS = {"function_call": "arguments", "custom_tool_call": "input", "local_shel
 """Item type to the field with what a call was made with."""
 
 _OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
+_WITHOUT_CHECKS = frozenset({"reasoning", "item_reference"})
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _INSTRUCTIONS = ("system", "developer")
 SLICE = 1_000
@@ -66,6 +68,8 @@ def _item(item: Item, response: str, index: int) -> Item:
         checked["content"] = _parts(item, f"{param}.content")
     elif kind in _CALLS or kind in _OUTPUTS:
         _check_call(item, kind, param)
+    elif kind not in _WITHOUT_CHECKS:
+        warn(f"'{param}' is ignored: no item has the type '{kind:.40}'")
     return checked
 
 
