@@ -8,7 +8,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 import uvloop
@@ -22,6 +22,7 @@ from app.engine.gc import Housekeeping
 from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.engine.watchdog import Watchdog
+from app.http.connection import Connection
 from app.http.keys import KEYS
 from app.http.middleware import log_requests
 from app.http.server import Runner
@@ -94,7 +95,7 @@ class Server:
         application = make_app(self._service, serve)
         if serve.api_keys_file:
             loop.add_signal_handler(signal.SIGHUP, reload_keys, application[KEYS])
-        runner = Runner(application, shutdown_timeout=SHUTDOWN_GRACE)
+        runner = self._runner = Runner(application, shutdown_timeout=SHUTDOWN_GRACE)
         await runner.setup()
         try:
             address = await listen(runner, serve)
@@ -172,11 +173,17 @@ class Server:
         self._service.health = Health(Phase.DRAINING, "draining", 1.0, "the server is shutting down")
         log.info("draining for up to %g s", self._config.serve.drain_timeout)
         deadline = monotonic() + self._config.serve.drain_timeout
-        while not submitter.idle and not self._exit_code and monotonic() < deadline:
+        while not (submitter.idle and self._all_sent) and not self._exit_code and monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL)
         if cut := submitter.abort_all("The server is shutting down."):
             log.warning("the drain deadline cut off %d requests", cut)
             await asyncio.sleep(SHUTDOWN_GRACE)
+
+    @property
+    def _all_sent(self) -> bool:
+        """No answer is still on its way to a client that reads slowly."""
+        server = self._runner.server
+        return server is None or not any(cast(Connection, each).answering for each in server.connections)
 
     async def _while_running(self, work: asyncio.Future[T]) -> T | None:
         """The result of `work`, or None when a signal comes first."""

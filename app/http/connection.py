@@ -97,6 +97,15 @@ class Connection(web.RequestHandler):
             exc.__traceback__ = None
         super().connection_lost(exc)
 
+    @property
+    def answering(self) -> bool:
+        """Whether an answer has begun that the kernel does not have in whole: a stream, what a handler
+        returned, or what lies in the transport's buffer."""
+        request, transport = self._current_request, self.transport
+        begun = request is None or request.writer.output_size > 0
+        held = transport is not None and transport.get_write_buffer_size() > 0
+        return held or (self._request_in_progress and begun)
+
     def data_received(self, data: bytes) -> None:
         known = self._request_count
         super().data_received(data)

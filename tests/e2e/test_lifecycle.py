@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import socket
@@ -126,6 +127,30 @@ async def test_requests_a_disconnecting_client_and_a_drain(
         events = await read_events(running)
         assert events[-1] == "[DONE]"
         assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+
+
+async def test_a_drain_waits_for_answers_that_clients_still_read(
+    model: Path, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    size = 32 * 2**20  # more than the kernel's buffers
+    with serving(*flags(model), "--drain-timeout", "60", "--data-dir", str(tmp_path)) as server:
+        await server.ready(session)
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", io.BytesIO(b"x" * size), filename="a.jsonl")
+        async with session.post(f"{server.url}/v1/files", data=form) as answer:
+            id = (await answer.json())["id"]
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+        writer.write(f"GET /v1/files/{id}/content HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+        await reader.readuntil(b"\r\n\r\n")
+        server.signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE):
+            while "draining" not in server.log():
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5)  # without an answer under way it exits after 0.5 s
+        assert server.process.poll() is None
+        assert len(await reader.read()) == size
+        writer.close()
         assert server.wait() == 0
 
 
