@@ -157,10 +157,11 @@ class BeamRun(LiveRun):
 
     def _queue(self, requests: list[Request]) -> None:
         self._round_over.clear()
-        self._queued, self._waiting = requests, len(requests)
+        self._waiting = len(requests)
         self._rows = [None] * len(requests)
         streams = [Stream(i, self._take, self._take, self._detokenizer()) for i in range(len(requests))]
         self.engine.add(requests, streams)
+        self._queued = requests  # not before: those that were refused cannot be aborted
 
     def _take(self, index: int, piece: Piece) -> None:
         """Of a beam's one token. Which one was sampled does not matter, only the log-probabilities do."""

@@ -102,6 +102,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Time on the same clock at which the job fails if it is still unfinished."""
     continues: bool = False
     """Part of an answer under way: taken while draining too."""
+    resumes: bool = False
+    """Goes on with an answer that had its place among the running: it waits in front of all others, and no
+    limit of the queue applies to it."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):

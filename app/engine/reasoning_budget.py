@@ -18,7 +18,7 @@ from app.engine.failure import UNREADABLE, failure
 from app.engine.job import DraftCounts, Generator, Job, Piece, Run, Sink
 from app.parsers.reading import Reading
 from app.text.tokenizer import Tokenizer
-from core.errors import ContextExceeded, LoomError
+from core.errors import Aborted, ContextExceeded, LoomError, TimedOut, Unavailable
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.request import Request, State
@@ -89,6 +89,7 @@ class Watcher:
             truncate_prompt=None,
             keep=None,
             continues=True,
+            resumes=True,
             grammar=self.watch.after,
         )
         try:
@@ -243,6 +244,10 @@ class WatchedRun:
         try:
             choice.second = await self._watcher.go_on(job, index, choice.thought, self.take)
             finish = Finish(FinishReason.LENGTH)
+        except Aborted:
+            finish = Finish(FinishReason.ABORT)
+        except (TimedOut, Unavailable) as error:
+            finish = Finish(FinishReason.ABORT, message=str(error))
         except LoomError as error:
             finish = Finish(FinishReason.ERROR, message=str(error))
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection, Iterator
 from math import inf
 
 import msgspec
@@ -151,12 +152,18 @@ class Submitter:
     def idle(self) -> bool:
         return not self._runs and self._replicas.idle
 
-    def abort(self, id: str, tenant: str = "") -> bool:
-        """Abort one job of a tenant by id; False when there is none."""
-        run = self._runs.get((tenant, id))
-        if run is not None:
+    def abort(self, ids: Collection[str], tenant: str = "") -> int:
+        """Abort the jobs of a tenant's requests: one for each prompt (`id-0`), and for each answer that goes
+        on after its reasoning was cut (`id-0-1`). Returns their number."""
+        wanted = frozenset(ids)
+        runs = [
+            run
+            for (owner, name), run in self._runs.items()
+            if owner == tenant and not wanted.isdisjoint(_requests(name))
+        ]
+        for run in runs:
             run.abort()
-        return run is not None
+        return len(runs)
 
     def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
         """Abort all jobs, or a tenant's; returns their number. With a `message` clients get an error."""
@@ -276,6 +283,7 @@ class Submitter:
                 f"{job.id}-{index}", prompt, own, arrival=now, priority=job.priority, root=job.root
             )
             request.caller, request.grammar, request.embeds = job.owner, grammar, job.embeds
+            request.continues = job.resumes
             request.due = 0.0 if job.continues else job.due
             run.requests.append(request)
         run.requests[0].pinning = pinning  # its prompt is the others' too
@@ -350,3 +358,12 @@ async def encoded(job: Job, tokenizer: Tokenizer, context: int = 0) -> Ints:
     if marks.middle is not None:
         parts.append([marks.middle])
     return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+
+def _requests(job: str) -> Iterator[str]:
+    """Ids of requests that a job may be part of: its own, and that without the numbers at its end."""
+    yield job
+    head, dash, number = job.rpartition("-")
+    while dash and number.isdecimal():
+        yield head
+        head, dash, number = head.rpartition("-")

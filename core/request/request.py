@@ -98,6 +98,8 @@ class Request(msgspec.Struct, eq=False):
     priority: int = 0
     caller: str = ""
     """Who is served by it, by `core/schedule/callers.py`: a digest of the API key."""
+    continues: bool = False
+    """Part of an answer under way: it is queued in front, and no limit of the queue applies to it."""
     due: float = 0.0
     """When its first token has to be there; 0: at any time."""
     expected: float = 0.0

@@ -74,6 +74,11 @@ class Waiting:
     def append(self, request: Request, now: float) -> None:
         request.number, self._number = self._number, self._number + 1
         request.since = now
+        if request.continues:
+            self._returned[request] = None
+            self.callers.enter(request.caller)
+            self._count([request])
+            return
         self._arrived[request] = None
         self.lines.setdefault(request.caller, {})[request] = None
         self.callers.enter(request.caller)
@@ -116,7 +121,7 @@ class Waiting:
 
     def late(self, since: float) -> list[Request]:
         """Requests that have waited for their first token since before `since`."""
-        returned = [r for r in self._returned if r.since < since and not r.output]
+        returned = [r for r in self._returned if r.since < since and not (r.output or r.continues)]
         return returned + list(takewhile(lambda r: r.since < since, self._arrived))
 
 

@@ -109,7 +109,8 @@ class Scheduler:
         """Queue all of them or raise (`RequestError`, `Overloaded`) and queue none."""
         for request in requests:
             _check(request, self._capabilities)
-        self._waiting.check_room(len(requests), sum(len(r.prompt) for r in requests))
+        if not all(request.continues for request in requests):
+            self._waiting.check_room(len(requests), sum(len(r.prompt) for r in requests))
         now = self._clock()
         self._prefills.check_time(requests, now)
         for request in requests:

@@ -268,7 +268,7 @@ async def test_loads_unloads_aborts_and_traffic_at_random(
             case 1 if listed:
                 tasks.append(asyncio.ensure_future(bench.adapters.unload(rng.choice(listed).name)))
             case 2 if sent:
-                bench.submitter.abort(rng.choice(list(sent)))
+                bench.submitter.abort([rng.choice(list(sent))])
             case 3:
                 if tasks:
                     rng.choice(tasks).cancel()

@@ -156,6 +156,8 @@ CASES: list[tuple[str, object, int, str | None]] = [
     # completions
     (COMPLETIONS, {"prompt": ""}, 400, "prompt"),
     (COMPLETIONS, {"prompt": []}, 400, "prompt"),
+    (COMPLETIONS, text(best_of=3), 400, "best_of"),
+    (COMPLETIONS, text(n=2, best_of=1), 400, "best_of"),
     (COMPLETIONS, {"prompt": [[]]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": ["a", ""]}, 400, "prompt[1]"),
     (COMPLETIONS, {"prompt": ["a", 1]}, 400, "prompt[1]"),
@@ -331,7 +333,7 @@ async def test_duplicate_request_id(server: Server) -> None:
     await server.engine.started.wait()
     status, answer = await server.post(COMPLETIONS, text(request_id="same"))
     assert status == 400 and nested(answer)["param"] == "request_id"
-    server.engine.abort("same")
+    server.engine.abort(["same"])
     status, answer = await first
     assert status == 200 and answer["choices"][0]["finish_reason"] == "abort"
 

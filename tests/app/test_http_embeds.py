@@ -297,7 +297,7 @@ async def test_the_memory_they_take_is_counted(server: Server) -> None:
         for path, body in ((GENERATE, native([ROW])), (COMPLETIONS, completion(tensor(rows(1))))):
             status, answer = await server.post(path, body)
             assert status == 429, answer
-        server.engine.abort("a")
+        server.engine.abort(["a"])
         await first.read()
     server.engine.manual = False
     await ask(server, GENERATE, native([ROW]))

@@ -10,10 +10,11 @@ import numpy as np
 import openai
 import pytest
 
+from app.engine.failure import TIMED_OUT
 from app.engine.job import Piece
 from app.parsers.base import Event
 from app.parsers.reading import Answer
-from core.errors import ContextExceeded, Overloaded
+from core.errors import Aborted, ContextExceeded, Overloaded, TimedOut, Unavailable
 from core.types import Finish, FinishReason
 from tests.rigs.requests import CHAT
 from tests.rigs.server import Server, know
@@ -249,7 +250,13 @@ async def test_what_happens_where_nothing_can_follow(server: Server) -> None:
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "length" and choice["message"]["reasoning"] == "hm hm hm "
     start = server.engine.start
-    for error, status in ((Overloaded("full"), 500), (ContextExceeded(1, 1, 1), 200)):
+    for error, status in (
+        (Overloaded("full"), 500),
+        (ContextExceeded(1, 1, 1), 200),
+        (Aborted(), 200),
+        (TimedOut(TIMED_OUT), 408),
+        (Unavailable("down"), 503),
+    ):
         server.engine.scripts = [think]
         begun: list[bool] = []
 
@@ -262,6 +269,8 @@ async def test_what_happens_where_nothing_can_follow(server: Server) -> None:
         server.engine.start = once  # type: ignore[method-assign]
         code, answer = await server.post(CHAT, {"messages": HI, "max_thinking_tokens": 3})
         assert code == status, answer
+        if isinstance(error, Aborted):
+            assert answer["choices"][0]["finish_reason"] == "abort"
     assert not server.engine.live
 
 

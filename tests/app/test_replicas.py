@@ -344,11 +344,26 @@ async def test_a_flush_empties_all_or_none(tokenizer: Tokenizer) -> None:
     assert not any(engine.load().cache.cached for engine in bench.engines)
 
 
+async def test_an_abort_reaches_all_jobs_of_a_request(tokenizer: Tokenizer) -> None:
+    """Prompts, and answers that go on after a cut; and none of another request."""
+    bench = Bench(tokenizer, eager=False, rows=8)
+    names = "a-0", "a-1-12", "a", "ab-0", "b-a-0", "a-x"
+    for name in names:
+        await bench.start(name, 200)
+    assert bench.submitter.abort(["a", "c"]) == 3
+    assert bench.submitter.abort(["a"], tenant="another") == 0
+    await settle()
+    assert list(bench.pieces) == [f"{name}-0" for name in names[:3]]
+    assert all(bench.reason(f"{name}-0") is FinishReason.ABORT for name in names[:3])
+    assert bench.submitter.abort_all() == 3
+    await work(bench)
+
+
 async def test_an_abort_reaches_jobs_on_every_replica(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer, eager=False, replicas=3)
     for i in range(6):
         await bench.start(f"r{i}", 200, replica=i % 3)
-    assert bench.submitter.abort("r4")
+    assert bench.submitter.abort(["r4"])
     await settle()
     assert bench.reason("r4-0") is FinishReason.ABORT
     assert bench.submitter.abort_all() == 5

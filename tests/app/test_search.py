@@ -165,7 +165,7 @@ async def test_an_abort_ends_all_of_it(tokenizer: Tokenizer) -> None:
         if bench.executor.pending:
             bench.executor.complete()
     assert not bench.pieces and not bench.submitter.idle
-    assert bench.submitter.abort("a")
+    assert bench.submitter.abort(["a"])
     await settle()
     while bench.executor.pending:
         bench.executor.complete()
@@ -188,6 +188,7 @@ async def test_a_full_queue_ends_it_with_a_reason(tokenizer: Tokenizer) -> None:
     finishes = [bench.pieces[f"a-{index}"][-1].finish for index in range(3)]
     assert all(f is not None and f.reason is FinishReason.ABORT for f in finishes)
     assert all(f is not None and "queue is full" in (f.message or "") for f in finishes)
+    run.abort()  # as the end of its request does
     while bench.executor.pending:
         bench.executor.complete()
         await settle()

@@ -86,7 +86,7 @@ async def test_an_abort_reaches_a_job_that_is_being_compiled(bench: Bench, messa
     starting = asyncio.ensure_future(bench.start("a", grammar=SPEC))
     await asyncio.sleep(0)
     if message is None:
-        assert bench.submitter.abort("a")
+        assert bench.submitter.abort(["a"])
     else:
         assert bench.submitter.abort_all(message) == 1
     with pytest.raises(Aborted if message is None else Unavailable):
@@ -109,7 +109,7 @@ async def test_an_abort_reaches_a_job_that_is_being_encoded(
     job = Job(id="a", prompt="a text", max_tokens=4, sampling=SamplingParams())
     starting = asyncio.ensure_future(bench.submitter.start(job, lambda index, piece: None))
     await encoding.wait()
-    assert bench.submitter.abort("a")
+    assert bench.submitter.abort(["a"])
     with pytest.raises(Aborted):
         await asyncio.wait_for(starting, PATIENCE)
     assert bench.submitter.idle
@@ -120,7 +120,7 @@ async def test_an_abort_at_the_last_moment_is_not_lost(bench: Bench) -> None:
     starting = asyncio.ensure_future(bench.start("a", grammar=SPEC))
     await asyncio.sleep(0)
     compiler_of(bench).ready.set()  # it is complete, but nobody has been told yet
-    assert bench.submitter.abort("a")
+    assert bench.submitter.abort(["a"])
     with pytest.raises(Aborted):
         await starting
     assert bench.submitter.idle
@@ -129,7 +129,7 @@ async def test_an_abort_at_the_last_moment_is_not_lost(bench: Bench) -> None:
 async def test_a_client_that_leaves_an_aborted_job_is_cancelled(bench: Bench) -> None:
     starting = asyncio.ensure_future(bench.start("a", grammar=SPEC))
     await asyncio.sleep(0)
-    bench.submitter.abort("a")
+    bench.submitter.abort(["a"])
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting

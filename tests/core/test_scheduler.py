@@ -337,6 +337,22 @@ def test_an_aborted_slot_is_taken_by_the_next_request_while_its_step_still_runs(
     h.check(heir)
 
 
+def test_a_request_that_goes_on_with_an_answer_is_in_front_of_a_full_queue() -> None:
+    h = Harness(rows=1, max_queued=2, waiting_timeout=10.0)
+    first = h.request(range(10), max_tokens=30)
+    h.turn()
+    others = [h.request(range(20, 30), max_tokens=4) for _ in range(2)]
+    ahead = [h.request(range(start, start + 8), max_tokens=4, continues=True) for start in (40, 60)]
+    with pytest.raises(Overloaded):
+        h.request(range(10))
+    h.clock.now += 11.0
+    h.scheduler.expire()
+    h.run()
+    assert all(other.finish is not None and "waited too long" in other.finish.message for other in others)
+    for request in (first, *ahead):
+        h.check(request)
+
+
 def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
     h = Harness(max_queued=2, max_queued_tokens=50)
     h.request(range(10))

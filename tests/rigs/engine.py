@@ -6,7 +6,7 @@ It makes the same checks as the real one, so that errors name the same fields.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 import numpy as np
@@ -287,11 +287,15 @@ class FakeEngine:
         check_stops(job.text.stop, job.text.stop_regex)
         return prompt, params
 
-    def abort(self, id: str, tenant: str = "") -> bool:
-        run = self.live.get((tenant, id))
-        if run is not None:
+    def abort(self, ids: Collection[str], tenant: str = "") -> int:
+        runs = [
+            run
+            for (owner, name), run in self.live.items()
+            if owner == tenant and (name in ids or name.rsplit("-", 1)[0] in ids)
+        ]
+        for run in runs:
             run.abort()
-        return run is not None
+        return len(runs)
 
     def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
         runs = [run for (owner, _), run in self.live.items() if tenant in (None, owner)]

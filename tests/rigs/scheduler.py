@@ -114,6 +114,7 @@ class Harness:
         priority: int = 0,
         caller: str = "",
         root: RootKey = RootKey(),  # noqa: B008 - frozen
+        continues: bool = False,
         **sampling: object,
     ) -> Request:
         """Queue a request; other keyword arguments go to its `SamplingParams`."""
@@ -126,6 +127,7 @@ class Harness:
             priority=priority,
             caller=caller,
             root=root,
+            continues=continues,
         )
         self.scheduler.add([request])
         self.delivered[request.id] = []
