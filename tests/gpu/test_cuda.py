@@ -205,19 +205,19 @@ def test_text_is_the_same_in_every_configuration(moe: Path, name: str) -> None:
 
 
 def test_bfloat16_is_within_its_own_error(path: Path) -> None:
-    """Teacher-forced: the same tokens' log-probabilities, by decoding and by prefill. Two experts whose
-    logits are closer than bfloat16's error change places, and one of two says other things: one token's."""
+    """Teacher-forced: the same tokens' log-probabilities, by decoding and by prefill. Their kernels round in
+    different places. Decoding is about as far from float32 as prefill, whose mean error is 0.03 to 0.14 with
+    these random weights."""
     params = [SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)]
-    driver = Driver(executor(path, "cuda", "bfloat16"), SCHEDULE)
-    try:
-        (decoded,) = driver.run(PROMPTS[:1], params)
-        forced = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        (prefilled,) = driver.run([[*PROMPTS[0], *decoded.tokens]], [forced])
-    finally:
-        driver.close()
-    values = np.concatenate([piece.values for piece in prefilled.prompt])[-16:]
-    apart = np.abs(values - decoded.logprobs)
-    assert (apart > 0.15).sum() <= (spec_of(path).moe is not None), apart
+    (decoded,) = driven(executor(path, "cuda", "bfloat16"), PROMPTS[:1], params, SCHEDULE)
+    forced = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)]
+    text, found = [[*PROMPTS[0], *decoded.tokens]], []
+    for dtype in ("bfloat16", "float32"):
+        (answer,) = driven(executor(path, "cuda", dtype), text, forced, SCHEDULE)
+        found.append(np.concatenate([piece.values for piece in answer.prompt])[-16:])
+    prefilled, exact = found
+    own, apart = (np.abs(values - exact).mean() for values in (prefilled, decoded.logprobs))
+    assert apart <= 2 * own + 0.02, (apart, own)
 
 
 @pytest.mark.parametrize(
