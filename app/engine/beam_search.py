@@ -133,11 +133,14 @@ class BeamRun(LiveRun):
     async def _next(self, prompts: Sequence[Ints]) -> list[Ints]:
         """Queue the live beams; the tokens of each with its prompt."""
         made, requests = [], []
+        ran = self._clock() - self.requests[0].started_at
         for i, beam in enumerate(self._beams.live):
             if i % MADE == MADE - 1:
                 await asyncio.sleep(0)
             made.append(np.append(prompts[beam.parent], np.int32(beam.token)))
-            requests.append(self._request(made[-1], i))
+            request = self._request(made[-1], i)
+            request.continues, request.ran = True, ran
+            requests.append(request)
         if self._stopped is None:
             self._queue(requests)
         return made

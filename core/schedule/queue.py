@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, takewhile
 from typing import NoReturn
 
@@ -58,12 +58,13 @@ class Waiting:
         """Of `retracted`, the same."""
         return sum(request.num_tokens for request in self._returned)
 
-    def check_room(self, requests: int, tokens: int) -> None:
-        """Raise `Overloaded` if this many more would exceed a limit. An empty queue accepts any one job."""
-        waiting = len(self)
-        if waiting and waiting + requests > self._max_requests:
+    def check_room(self, requests: Sequence[Request]) -> None:
+        """Raise `Overloaded` if these would exceed a limit. An empty queue accepts any one job, and answers
+        under way go on."""
+        waiting = 0 if any(r.continues for r in requests) else len(self)
+        if waiting and waiting + len(requests) > self._max_requests:
             self.refuse("queue_requests", f"The request queue is full ({waiting} waiting).")
-        if waiting and self.tokens + tokens > self._max_tokens:
+        if waiting and self.tokens + sum(len(r.prompt) for r in requests) > self._max_tokens:
             self.refuse("queue_tokens", f"The request queue is full ({self.tokens} tokens waiting).")
 
     def refuse(self, reason: str, message: str, seconds: float = 1.0) -> NoReturn:

@@ -11,7 +11,7 @@ import numpy as np
 from core.cache.manager import CacheManager
 from core.clock import Clock
 from core.config import ScheduleConfig
-from core.errors import ContextExceeded, RequestError
+from core.errors import ContextExceeded, RequestError, Unavailable
 from core.executor import Capabilities
 from core.plan import RowLogprobs, StepPlan, StepResult
 from core.request import Request, State
@@ -106,11 +106,12 @@ class Scheduler:
     # -- requests in and out ---------------------------------------------------------------------
 
     def add(self, requests: list[Request]) -> None:
-        """Queue all of them or raise (`RequestError`, `Overloaded`) and queue none."""
+        """Queue all of them or raise (`RequestError`, `Overloaded`, `Unavailable`) and queue none."""
         for request in requests:
             _check(request, self._capabilities)
-        if not all(request.continues for request in requests):
-            self._waiting.check_room(len(requests), sum(len(r.prompt) for r in requests))
+            if 0 < self._config.running_timeout < request.ran:
+                raise Unavailable(str(TOO_LONG_RUNNING.message))
+        self._waiting.check_room(requests)
         now = self._clock()
         self._prefills.check_time(requests, now)
         for request in requests:
@@ -430,9 +431,8 @@ def _finish(request: Request, token: int, made: int, failure: str) -> Finish | N
 
 def _check(request: Request, capabilities: Capabilities) -> None:
     """Raise `RequestError` if the request could not run even alone."""
-    limit = capabilities.context_length
-    if not capabilities.causal:
-        limit = min(limit, capabilities.max_step_tokens)
+    context, step = capabilities.context_length, capabilities.max_step_tokens
+    limit = context if capabilities.causal else min(context, step)
     if len(request.prompt) == 0:
         raise RequestError("The prompt must have at least one token.", "prompt")
     if len(request.prompt) + request.params.max_tokens > limit:

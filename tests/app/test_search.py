@@ -18,7 +18,7 @@ from app.engine.submit import LiveRun
 from app.offline import LLM
 from app.service import Loaded
 from app.text.tokenizer import Tokenizer
-from core.errors import ContextExceeded, RequestError
+from core.errors import ContextExceeded, Overloaded, RequestError
 from core.plan import RowLogprobs, StepPlan, StepResult
 from core.request import SamplingParams
 from core.request.request import State
@@ -176,23 +176,37 @@ async def test_an_abort_ends_all_of_it(tokenizer: Tokenizer) -> None:
     bench.engine.close()
 
 
-async def test_a_full_queue_ends_it_with_a_reason(tokenizer: Tokenizer) -> None:
+async def test_a_full_queue_does_not_end_it(tokenizer: Tokenizer) -> None:
     bench = fitted(Bench(tokenizer, eager=False, rows=1, max_queued=2))
     run = await begin(bench, 3, 5)
     await settle()  # it has the only row
     for id in "xy":
         await bench.start(id, 1)
-    await settle()
-    bench.executor.complete()
-    await run.wait()
-    finishes = [bench.pieces[f"a-{index}"][-1].finish for index in range(3)]
-    assert all(f is not None and f.reason is FinishReason.ABORT for f in finishes)
-    assert all(f is not None and "queue is full" in (f.message or "") for f in finishes)
-    run.abort()  # as the end of its request does
-    while bench.executor.pending:
-        bench.executor.complete()
+    with pytest.raises(Overloaded):
+        await bench.start("z", 1)
+    while not bench.submitter.idle:
         await settle()
-    assert bench.submitter.idle
+        if bench.executor.pending:
+            bench.executor.complete()
+    await run.wait()
+    assert [bench.reason(f"a-{i}") for i in range(3)] == [FinishReason.LENGTH] * 3
+    bench.engine.close()
+
+
+async def test_it_ends_when_it_has_run_too_long(tokenizer: Tokenizer) -> None:
+    """And an abort after that, as when its connection ends, finds nothing to do."""
+    bench = fitted(Bench(tokenizer, eager=False, running_timeout=1e-6))
+    run = await begin(bench, 3, 50)
+    while not bench.submitter.idle:
+        await settle()
+        if bench.executor.pending:
+            bench.executor.complete()
+    await run.wait()
+    for i in range(3):
+        finish = bench.pieces[f"a-{i}"][-1].finish
+        assert finish is not None and finish.message == "The request ran too long."
+    run.abort()
+    bench.scheduler.check_integrity()
     bench.engine.close()
 
 
