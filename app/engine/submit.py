@@ -264,7 +264,7 @@ class Submitter:
         sampling = self._complete(job, len(prompt))
         check(sampling, self._limits.vocab_size, self._limits.processors)
         check_starts(sampling, len(prompt))
-        check_stops(job.text.stop, job.text.stop_regex)
+        check_stops(job.text.stop, job.text.stop_regex, job.n)
         engine = self._replicas.choose(job, prompt)
         if job.beam is not None:
             check_width(job, self._limits.vocab_size)

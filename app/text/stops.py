@@ -35,11 +35,15 @@ MAX_PROGRAM = 2_000
 again, at worst in the time of characters times instructions: 8 patterns of 10,000 instructions kept
 the loop for 80 ms a token, 2,000 stay at about 5 ms; ordinary ones have 20 to 300 and take 5 µs."""
 
+MAX_PROGRAMS = 20_000
+"""The same of all choices of a request, which are searched one after the other: 128 choices of some 500
+instructions kept the loop for 0.2 s."""
+
 _CONTEXT_SIGNS = ("^", "$", "\\b", "\\B", "\\A", "\\z")
 
 
-def check_stops(stops: Sequence[str], patterns: Sequence[str] = ()) -> None:
-    """Raise `RequestError` naming `stop` or `stop_regex` for one that is not supported."""
+def check_stops(stops: Sequence[str], patterns: Sequence[str] = (), choices: int = 1) -> None:
+    """Raise `RequestError` naming `stop` or `stop_regex` for one that is not supported in so many choices."""
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop takes at most {MAX_STOPS} strings, got {len(stops)}.", "stop")
     for stop in stops:
@@ -57,6 +61,12 @@ def check_stops(stops: Sequence[str], patterns: Sequence[str] = ()) -> None:
         raise RequestError(
             f"stop_regex is too large: its patterns compile to {size} instructions, at most "
             f"{MAX_PROGRAM} are taken. Write smaller repetition counts.",
+            "stop_regex",
+        )
+    if size * choices > MAX_PROGRAMS:
+        raise RequestError(
+            f"stop_regex is too large for {choices} choices: its patterns compile to {size} instructions, at "
+            f"most {MAX_PROGRAMS // choices} are taken. Write smaller repetition counts, or ask for fewer.",
             "stop_regex",
         )
 

@@ -215,6 +215,7 @@ COMPLETIONS: dict[str, Case] = {
     **GENERATION,
     "prompt": Works("hi", needed=True),
     "suffix": Works("x"),
+    "best_of": Works(1),
     "prompt_embeds": Works(TENSOR),
     "logprobs": Works(1),
     "echo": Works(True),

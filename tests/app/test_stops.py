@@ -156,3 +156,12 @@ def test_the_limits_themselves_are_fine() -> None:
 def test_a_hostile_pattern_is_linear() -> None:
     # Backtracking would need 2**40 steps.
     assert run(StopScanner((), ("(a+)+$b",)), ["a" * 40] * 5) == ("a" * 200, None)
+
+
+def test_large_patterns_are_for_few_choices() -> None:
+    pattern = (r"\b(.*a){100}zz",)
+    check_stops((), pattern)
+    check_stops((), ("Observation:", "[0-9]+"), choices=128)
+    with pytest.raises(RequestError, match=r"too large for 128 choices.*at most 156") as refused:
+        check_stops((), pattern, choices=128)
+    assert refused.value.param == "stop_regex"

@@ -284,7 +284,7 @@ class FakeEngine:
         params = msgspec.structs.replace(job.sampling, max_tokens=max_tokens, seed=seed)
         check(params, VOCAB, self.processors)
         check_starts(params, len(prompt))
-        check_stops(job.text.stop, job.text.stop_regex)
+        check_stops(job.text.stop, job.text.stop_regex, job.n)
         return prompt, params
 
     def abort(self, ids: Collection[str], tenant: str = "") -> int:
