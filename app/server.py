@@ -181,7 +181,7 @@ class Server:
 
     @property
     def _all_sent(self) -> bool:
-        """No answer is still on its way to a client that reads slowly."""
+        """Whether all responses that have begun are written to their sockets; clients may read slowly."""
         server = self._runner.server
         return server is None or not any(cast(Connection, each).answering for each in server.connections)
 

@@ -103,8 +103,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     continues: bool = False
     """Part of an answer under way: taken while draining too."""
     resumes: bool = False
-    """Goes on with an answer that had its place among the running: it waits in front of all others, and no
-    limit of the queue applies to it."""
+    """The job continues an answer that ran before: its request waits in front of all others, and the queue's
+    limits do not apply to it."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):

@@ -153,8 +153,9 @@ class Submitter:
         return not self._runs and self._replicas.idle
 
     def abort(self, ids: Collection[str], tenant: str = "") -> int:
-        """Abort the jobs of a tenant's requests: one for each prompt (`id-0`), and for each answer that goes
-        on after its reasoning was cut (`id-0-1`). Returns their number."""
+        """Abort all jobs of these requests of a tenant. Returns the number of aborted jobs. A request has a
+        job for each prompt (`id-0`), and one for each answer that continues after its reasoning budget
+        (`id-0-1`)."""
         wanted = frozenset(ids)
         runs = [
             run
@@ -361,7 +362,8 @@ async def encoded(job: Job, tokenizer: Tokenizer, context: int = 0) -> Ints:
 
 
 def _requests(job: str) -> Iterator[str]:
-    """Ids of requests that a job may be part of: its own, and that without the numbers at its end."""
+    """Return the ids of the requests that a job may belong to: its own id, and the id without each number at
+    its end."""
     yield job
     head, dash, number = job.rpartition("-")
     while dash and number.isdecimal():

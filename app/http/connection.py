@@ -99,8 +99,8 @@ class Connection(web.RequestHandler):
 
     @property
     def answering(self) -> bool:
-        """Whether an answer has begun that the kernel does not have in whole: a stream, what a handler
-        returned, or what lies in the transport's buffer."""
+        """Whether part of a response that has begun still has to be written to the socket: the handler
+        streams, the response that it returned is being sent, or the transport's buffer is not empty."""
         request, transport = self._current_request, self.transport
         begun = request is None or request.writer.output_size > 0
         held = transport is not None and transport.get_write_buffer_size() > 0

@@ -57,7 +57,8 @@ T = TypeVar("T")
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 AT_ONCE = 65_536
-"""Ids that become an array in one call, which holds the GIL: for 0.1 s with four million."""
+"""Token ids that are converted to an array in one call. The call holds the GIL: for 0.1 s with four million
+ids."""
 
 
 class Tokenizer:

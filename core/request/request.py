@@ -99,7 +99,8 @@ class Request(msgspec.Struct, eq=False):
     caller: str = ""
     """Who is served by it, by `core/schedule/callers.py`: a digest of the API key."""
     continues: bool = False
-    """Part of an answer under way: it is queued in front, and no limit of the queue applies to it."""
+    """The request continues an answer that was admitted before: it waits in front of all others, and the
+    queue's limits do not apply to it."""
     due: float = 0.0
     """When its first token has to be there; 0: at any time."""
     expected: float = 0.0

@@ -59,8 +59,8 @@ class Waiting:
         return sum(request.num_tokens for request in self._returned)
 
     def check_room(self, requests: Sequence[Request]) -> None:
-        """Raise `Overloaded` if these would exceed a limit. An empty queue accepts any one job, and answers
-        under way go on."""
+        """Raise `Overloaded` if these requests would exceed a limit. An empty queue accepts any one job, and
+        the limits do not apply to requests that continue an answer."""
         waiting = 0 if any(r.continues for r in requests) else len(self)
         if waiting and waiting + len(requests) > self._max_requests:
             self.refuse("queue_requests", f"The request queue is full ({waiting} waiting).")

@@ -10,8 +10,8 @@ cuts the keys among all.
 
 Steps that can hold long chunks launch two kernels, one that reads packed keys
 (`gpu.kernels.attention.kv_packing`) and one that reads pages; which of them has work is decided on the
-device. FA3 does not read float8 pages beside queries of 16 bits: packed keys have 16 bits, and what stays in
-its pages is attended to by `gpu.kernels.attention.prefill`.
+device. FA3 cannot read float8 pages if queries have 16 bits. Of float8 pages, keys are packed in 16 bits for
+FA3, and steps that are not packed run `gpu.kernels.attention.prefill`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ KEYS_PER_TOKEN = 4
 where it finds nothing to do in 65,536 are a tenth of a small step's attention."""
 
 COARSE_PAIRS_PER_KEY, COARSE_KEYS_PER_TOKEN = 110, 16
-"""The same of float8 pages, whatever their heads: what is not packed is computed by our own kernel, in two to
-three times the time. µs on an H200, 32 query heads of 128, and 8 and 4 KV heads: ours, and packing and FA3
+"""`PAIRS_PER_KEY` and `KEYS_PER_TOKEN` for float8 pages. The first does not depend on the number of heads. If
+keys are not packed, our own kernel computes the attention, in two to three times the time for long prompts.
+µs on an H200, 32 query heads of 128, with 8 and 4 KV heads: our kernel, and FA3 with packing
              ours          packed
 128 @ 0        9.3   9.4    12.1  11.0
 256 @ 0       14.0  13.9    14.1  12.9
@@ -133,7 +134,8 @@ class FlashInferPrefill:
         self._space = torch.empty(16, dtype=torch.uint8, device=config.device)
 
     def _packs(self, view: StepView) -> bool:
-        """Whether a step of this graph may pack its keys: no key is seen by more queries than there are."""
+        """Whether a step of this graph may pack its keys. A key is seen by at most as many queries as the
+        graph has tokens."""
         return view.tokens >= self._pairs_per_key
 
     def _uses_triton(self, view: StepView) -> bool:

@@ -197,8 +197,8 @@ class TritonPrefill:
         return self._split if view.deep else self._split._replace(programs=0)
 
     def plan(self, view: StepView, chunks: Chunks | None = None) -> None:
-        """See `PhaseAttention.plan`: one list serves all layers, whatever their windows. `chunks` in place of
-        the step's."""
+        """See `PhaseAttention.plan`: one list serves all layers, whatever their windows. `chunks`, if given,
+        replace the chunks of the step."""
         self._items = plan_prefill(
             chunks_of(view) if chunks is None else chunks,
             view.tokens,

@@ -192,8 +192,8 @@ def _reason(error: str) -> str:
 
 
 def _unforced(grammar: str) -> str:
-    """The same without forced tokens: the library would spell the name of a control token in forced text as
-    that token, and then refuse it."""
+    """Return the grammar with forced tokens switched off. If forced text contains the name of a control
+    token, llguidance forces that token, and then refuses it."""
     if not grammar.startswith("{"):
         return f'%llguidance {{"no_forcing": true}}\n{grammar}'
     parts = json.loads(grammar)

@@ -221,8 +221,8 @@ _BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum
 
 
 def _inexact(schema: Mapping[str, Json]) -> Iterator[str]:
-    """Keywords whose numbers llguidance would change: another constant would be written, or a bound passed. A
-    bound that only gets tighter is kept."""
+    """Return the keywords whose numbers llguidance would change, so that the answer could have another
+    constant or exceed a bound. A bound that only becomes tighter is accepted."""
     for key in ("const", "enum"):
         if any(_is_large(value) for value in values(schema.get(key))):
             yield key

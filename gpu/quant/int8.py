@@ -39,7 +39,7 @@ LEAST = 1e-30
 
 _DIGITS = torch.tensor([BASE, 1.0]).view(2, 1, 1)
 _LEAST, _UNITS = LEAST * _DIGITS, _DIGITS / TOP
-"""Of the high and of the low digit: the least unit, and the unit as a share of the row's largest number."""
+"""For the high and the low digit: the smallest unit, and the unit divided by the row's largest number."""
 
 LEAST_ROWS, ROWS = 64, 256
 NUMBERS = 2**20

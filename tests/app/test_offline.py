@@ -193,8 +193,8 @@ def test_closing_ends_what_runs_and_every_thread(tmp_path: Path) -> None:
 
 
 def test_weights_are_loaded_by_a_thread_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The OpenMP workers of a thread that goes on would stay, and together with those of the launch thread
-    outnumber the CPUs."""
+    """If the thread continued, its OpenMP workers would stay alive. Together with the launch thread's workers
+    there would be more of them than CPUs."""
     loaders, original = list[threading.Thread](), offline.load
 
     def recorded(*given: Any) -> Any:

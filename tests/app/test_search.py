@@ -194,7 +194,7 @@ async def test_a_full_queue_does_not_end_it(tokenizer: Tokenizer) -> None:
 
 
 async def test_it_ends_when_it_has_run_too_long(tokenizer: Tokenizer) -> None:
-    """And an abort after that, as when its connection ends, finds nothing to do."""
+    """An abort after that, as at the end of its connection, has no effect."""
     bench = fitted(Bench(tokenizer, eager=False, running_timeout=1e-6))
     run = await begin(bench, 3, 50)
     while not bench.submitter.idle:

@@ -205,9 +205,9 @@ def test_text_is_the_same_in_every_configuration(moe: Path, name: str) -> None:
 
 
 def test_bfloat16_is_within_its_own_error(path: Path) -> None:
-    """Teacher-forced: the same tokens' log-probabilities, by decoding and by prefill. Their kernels round in
-    different places. Decoding is about as far from float32 as prefill, whose mean error is 0.03 to 0.14 with
-    these random weights."""
+    """Decoding and prefill compute the log-probabilities of the same tokens, but round in different places.
+    The error of decoding, compared with float32, must be about as large as that of prefill, which is 0.03 to
+    0.14 on average with these random weights."""
     params = [SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)]
     (decoded,) = driven(executor(path, "cuda", "bfloat16"), PROMPTS[:1], params, SCHEDULE)
     forced = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)]

@@ -357,7 +357,7 @@ def test_flashinfer_packs_keys_where_it_pays(
     ids=["packed", "in pages", "few"],
 )
 def test_flashinfer_over_float8_pages(chunks: tuple[tuple[int, int], ...], device: torch.device) -> None:
-    """Prompts over float8 pages, by FA3 where their keys are packed. Decode rows beside them."""
+    """Chunks and decode rows over float8 pages. FA3 computes the chunks if their keys are packed."""
     pytest.importorskip("flashinfer")
     step = make(Case(Heads(8, 2, 128), decode=(30, 2), chunks=chunks, pad=(7, 3, 2)), torch.bfloat16, device)
     scales = 0.5, 2.0
