@@ -74,7 +74,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = 0
     attention_backend: Annotated[
         str,
-        "attention backend on a GPU: NAME, or prefill=NAME,decode=NAME; empty: the fastest one measured "
+        "attention backend: NAME, or prefill=NAME,decode=NAME; empty: the fastest one measured "
         "that is compiled already; one that is named is compiled first, and rejected with the reason if it "
         "does not support the model",
         "NAME",

@@ -28,6 +28,7 @@ from core.models.fields import Config
 from core.plan import MASKED_DRAFTS
 from gpu.adapting import Adapting, plan_adapters
 from gpu.attention import EncoderAttention, TorchBackend, torch_attention
+from gpu.attention.cpu_paged import CpuAttention, cpu_attention
 from gpu.device import LEAST_FP8, loading
 from gpu.draft import kernels as draft_kernels
 from gpu.draft.build import Draft, check_target, make_drafter, pool_of, read_drafting
@@ -52,6 +53,7 @@ from gpu.models.ranks import RankModel
 from gpu.nodes.join import Nodes
 from gpu.nodes.remote import RemoteNode
 from gpu.ops.base import Ops
+from gpu.ops.cpu import CpuOps, choose_cpu_kernels, fits
 from gpu.ops.plain import TorchOps
 from gpu.ops.ranks import RankOps, TableOps
 from gpu.parts import Parts, Sizes, Target
@@ -211,6 +213,9 @@ def build_executor(
         return pool
 
     progress("pool", 0.0)
+    own_kernels = None
+    if device.type == "cpu":
+        own_kernels = choose_cpu_kernels(spec, dtype, model.attention_backend)
     each: list[Parts] = []
     for own, rank, loaded, room in zip(targets, ranks, models, adapting, strict=True):
         with device_thread(own.device):
@@ -219,7 +224,8 @@ def build_executor(
         first = rank is None or not rank.shard.rank
         maintenance = Maintenance(str(source), load, pool, device.type == "cpu", tiers, first)
         paced = schedule.itl_target > 0
-        each.append(Parts(spec, own, sizes, processors, maintenance, draft, limits, rank, paced, progress))
+        parts = Parts(spec, own, sizes, processors, maintenance, draft, limits, rank, paced, progress)
+        each.append(parts._replace(kernels=own_kernels))
     if target.captures(spec):
         from gpu.cuda import captured_runners  # Triton, which a CPU may not have
 
@@ -355,13 +361,13 @@ def _called_runner(parts: Parts, shape: Shape, entries: Entries) -> ModelRunner:
     spec, device, rank = parts.spec, parts.target.device, parts.rank
     attention: TorchBackend = EncoderAttention()
     if spec.causal:
-        attention = torch_attention(spec)
+        attention = called_attention(spec, parts)
     machine = Machine(
         device,
         ExactSizes(),
         None,
         attention,
-        lambda pool: plain_ops(attention, rank, RankOps, spec.vocab_size),
+        lambda pool: called_ops(attention, rank, RankOps, spec.vocab_size),
         begin_step,
         torch_kernels,
         rank=rank,
@@ -385,23 +391,32 @@ def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
     device, dtype, _ = parts.target
     run = None
     if (layers := draft.layers) is not None:
-        attention = torch_attention(layers)
+        attention = called_attention(layers, parts)
         run = DraftMachine(
             attention,
-            lambda pool: plain_ops(attention, parts.rank, TableOps, parts.spec.vocab_size),
+            lambda pool: called_ops(attention, parts.rank, TableOps, parts.spec.vocab_size),
             pool_of(layers, dtype, device),
             draft_kernels,
         )
     return make_drafter(draft, parts.sizes.context, samples, dtype, device, run)
 
 
-def plain_ops(
+def called_attention(spec: ModelSpec, parts: Parts) -> TorchBackend:
+    """A causal model's."""
+    if parts.kernels is None or not fits(spec, parts.target.dtype):
+        return torch_attention(spec)
+    return cpu_attention(spec, parts.kernels)
+
+
+def called_ops(
     attention: TorchBackend, rank: Rank | None, kind: type[TableOps], vocab: int
 ) -> Callable[[StepView], Ops]:
     """Makes the operations of a step's layers, of a `rank` as `kind`."""
-    if rank is None:
-        return lambda view: TorchOps(view, attention)
-    return lambda view: kind(TorchOps(view, attention), rank, vocab)
+
+    def make(view: StepView) -> Ops:
+        return CpuOps(view, attention) if isinstance(attention, CpuAttention) else TorchOps(view, attention)
+
+    return make if rank is None else lambda view: kind(make(view), rank, vocab)
 
 
 def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:

@@ -12,6 +12,7 @@ from core.models import ModelSpec
 from gpu.attention.backend import silent
 from gpu.device import CudaFacts
 from gpu.draft.build import Draft
+from gpu.kernels.cpu import Kernels
 from gpu.maintenance import Maintenance
 from gpu.ranks import Rank
 from gpu.sample.processors import Processor
@@ -41,7 +42,7 @@ class Sizes(NamedTuple):
 class Parts(NamedTuple):
     """What a runner is made of. `rank`: which it is of several; `spec` is that of its part. `paced`: it
     measures what chunks cost when it starts. `progress` is told what making it waits for, as a stage and the
-    share of it that is done."""
+    share of it that is done. `kernels`: a CPU's; None: torch's operations alone."""
 
     spec: ModelSpec
     target: Target
@@ -53,6 +54,7 @@ class Parts(NamedTuple):
     rank: Rank | None = None
     paced: bool = False
     progress: Callable[[str, float], None] = silent
+    kernels: Kernels | None = None
 
     def shape(self, page_size: int, chunks: int) -> Shape:
         """Of a runner whose steps have up to so many `chunks`."""

@@ -31,7 +31,9 @@ def parse_backends(text: str, default: str = AUTO) -> dict[Phase, str]:
 
 
 def check_cpu_backends(text: str) -> None:
-    """Raises `ConfigError` for anything but torch: a CPU has no other."""
-    for phase, name in parse_backends(text, "torch").items():
-        if name != "torch":
-            raise ConfigError(f"{FLAG} {phase}={name} needs a GPU: on a CPU there is torch alone.")
+    """Raises `ConfigError` for what a CPU does not have."""
+    for phase, name in parse_backends(text).items():
+        if name not in (AUTO, "torch") and (phase, name) != ("decode", "cpu"):
+            raise ConfigError(
+                f"{FLAG} {phase}={name} needs a GPU: a CPU has prefill=torch, and decode=cpu or decode=torch."
+            )

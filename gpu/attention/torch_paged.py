@@ -100,12 +100,8 @@ class TorchAttention:
         ]
         self._kv_slot_mapping = view.kv_slot_mapping.long()
         self._clear_tails(view, rows, chunks)
-        slots, lengths = view.decode_slots[:rows].long(), view.decode_lengths[:rows].long()
-        decode = view._replace(decode_slots=slots, decode_lengths=lengths)
-        if view.ancestors is not None:
-            decode = decode._replace(ancestors=view.ancestors[:rows], positions=view.positions[:rows])
         kinds = set(self._windows)
-        self._decode = {window: self._decode_groups(decode, window) for window in kinds}
+        self._plan_decode(view, rows, kinds)
         self._blocks = {
             window: [
                 block
@@ -114,6 +110,13 @@ class TorchAttention:
             ]
             for window in kinds
         }
+
+    def _plan_decode(self, view: StepView, rows: int, windows: set[int]) -> None:
+        slots, lengths = view.decode_slots[:rows].long(), view.decode_lengths[:rows].long()
+        decode = view._replace(decode_slots=slots, decode_lengths=lengths)
+        if view.ancestors is not None:
+            decode = decode._replace(ancestors=view.ancestors[:rows], positions=view.positions[:rows])
+        self._decode = {window: self._decode_groups(decode, window) for window in windows}
 
     def store(self, layer: int, kv: Tensor) -> None:
         """See `TorchBackend.store`."""

@@ -11,7 +11,6 @@ from core.models import Held, Int4
 from gpu.device import multiplies_bfloat16
 from gpu.lora import LoraMatrix
 from gpu.ops.base import Input, Matrix, Ops, Part, PendingProduct
-from gpu.ops.plain import gate
 from gpu.quant import int8
 from gpu.quant.int4 import WORD, span
 from gpu.quant.scaled import dtype_of, scale_shape
@@ -83,7 +82,7 @@ class Linear:
     def gated(self, x: Input, ops: Ops, activation: str) -> torch.Tensor:
         """activation(first half) · second half of the product: [n, inputs] to [n, outputs / 2]."""
         if self._packed:
-            return gate(self(x, ops), activation)
+            return ops.gate(self(x, ops), activation)
         return ops.gated_linear(x, self.matrix, activation)
 
     def to_float32(self, x: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:

@@ -198,6 +198,10 @@ class Ops(Protocol):
         """activation(first half) · second half of the 2 * width outputs of `linear`: [n, width]."""
         ...
 
+    def gate(self, both: Tensor, activation: str) -> Tensor:
+        """activation(first half) · second half of `both` [n, 2 * width]: [n, width]."""
+        ...
+
     def router_logits(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
         """Return the logits [n, experts] of `x` by the router's `matrix`, and `x` as `experts` takes it."""
         ...

@@ -367,10 +367,8 @@ class TritonOps:
 
     def gated_linear(self, x: Input, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`; up to 64 rows in one kernel. With adapters silu is `expand`'s."""
-        if activation == "gelu_pytorch_tanh":
-            return gelu_mul(self.linear(x, matrix), num_rows=self.num_rows, pdl=self._kernels.pdl)
         if activation != "silu":
-            return gate(self.linear(x, matrix), activation)
+            return self.gate(self.linear(x, matrix), activation)
         if isinstance(x, PendingNorm):
             if (made := self._gemv(x, matrix, gated=True)) is not None:
                 return made
@@ -389,6 +387,14 @@ class TritonOps:
             num_rows=self.num_rows,
             pdl=kernels.pdl,
         )
+
+    def gate(self, both: Tensor, activation: str) -> Tensor:
+        """See `Ops.gate`."""
+        if activation == "silu":
+            return silu_mul(both, num_rows=self.num_rows, pdl=self._kernels.pdl)
+        if activation == "gelu_pytorch_tanh":
+            return gelu_mul(both, num_rows=self.num_rows, pdl=self._kernels.pdl)
+        return gate(both, activation)
 
     def _linear(self, x: Tensor, matrix: Matrix, *, gated: bool) -> Tensor:
         return multiply(x, matrix, self._kernels, gated=gated, num_rows=self.num_rows)

@@ -182,7 +182,11 @@ class TorchOps:
 
     def gated_linear(self, x: Input, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`."""
-        return gate(self.linear(x, matrix), activation)
+        return self.gate(self.linear(x, matrix), activation)
+
+    def gate(self, both: Tensor, activation: str) -> Tensor:
+        """See `Ops.gate`."""
+        return gate(both, activation)
 
     def router_logits(self, x: Input, matrix: Matrix) -> tuple[Tensor, Tensor]:
         """See `Ops.router_logits`."""

@@ -25,7 +25,8 @@ class TableOps:
         """`own` are the device's; `vocab` is the target's."""
         self._own, self._rank, self._vocab = own, rank, vocab
         self.rotation, self.attend, self.store = own.rotation, own.attend, own.store
-        self.linear, self.gated_linear, self.add_lora = own.linear, own.gated_linear, own.add_lora
+        self.linear, self.gated_linear, self.gate = own.linear, own.gated_linear, own.gate
+        self.add_lora = own.add_lora
         self.attend_latent, self.complete = own.attend_latent, own.complete
         self.router_logits, self.experts, self.routes = own.router_logits, own.experts, own.routes
         self.mean_squares = own.mean_squares

@@ -1,13 +1,13 @@
 """Weights of 8-bit integers with a scale for each output, w = number × scale, and their products on a CPU.
 
-oneDNN (AMX, AVX-512 with VNNI) or FBGEMM (other CPUs) multiplies unsigned by signed bytes and sums in int32,
-at the speed at which the weights come. One byte is too little for an activation: beside a few large ones the
-others would be 0. So each row x becomes two rows of bytes,
+One byte is too little for an activation: beside a few large ones the others would be 0. So an activation has
+13 bits and a sign, times a scale of its row. On a CPU without VNNI `gpu.kernels.cpu` multiplies these; where
+that cannot be compiled, FBGEMM does, and oneDNN on a CPU with VNNI or AMX. Those two multiply unsigned by
+signed bytes and sum in int32, so for them each row x becomes two rows of bytes,
 
     x ≈ scale × (high + low / 128)        high, low from -64 to 64, scale × (63 + 63 / 128) = largest |x|
 
-which is 13 bits and a sign. Where reading the weights takes the time, the second row is free. The digits have
-7 bits because CPUs without VNNI add two products in 16 bits, which 8 would overflow.
+The digits have 7 bits because CPUs without VNNI add two products in 16 bits, which 8 would overflow.
 
     weight   int8 [outputs, inputs], or what `pack` made of it
     scale    float32 [outputs]
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpu.kernels.cpu import INPUTS, Kernels, Weight, interleave, kernels
 from gpu.quant.numbers import number
 from gpu.quant.scaled import INT8, quantise
 
@@ -62,12 +63,13 @@ _ZEROS = torch.zeros(1, dtype=torch.int32)
 class Packed(NamedTuple):
     """A matrix [outputs, inputs], packed by the library that multiplies it. oneDNN has one block, with a byte
     for each weight. FBGEMM has blocks of at most `BLOCK` weights, with inputs padded to a multiple of 512 and
-    the `scale` of each output."""
+    the `scale` of each output. Where `own` kernels multiply their `weight`, there are no blocks."""
 
     outputs: int
     inputs: int
     blocks: tuple[Tensor | torch.ScriptObject, ...]
     scale: Tensor
+    own: tuple[Kernels, Weight] | None = None
 
 
 def runs_here() -> bool:
@@ -108,12 +110,14 @@ def store(place: Tensor, scale: Tensor, weight: Tensor) -> None:
 
 
 def pack(numbers: Tensor, scale: Tensor) -> Packed:
-    """Pack `numbers` [outputs, inputs], with the `scale` [outputs] of each output, for the kernels that
-    multiply them here."""
+    """Pack `numbers` [outputs, inputs], which are used up, with the `scale` [outputs] of each output, for the
+    kernels that multiply them here."""
     assert numbers.is_contiguous(), "oneDNN's packing ignores strides"
     outputs, inputs = numbers.shape
     if by_onednn():
         return Packed(outputs, inputs, (torch.ops.onednn.qlinear_prepack(numbers, None),), scale)
+    if inputs % INPUTS == 0 and (own := kernels()) is not None:
+        return Packed(outputs, inputs, (), scale, (own, Weight(interleave(numbers), scale, outputs)))
     step = max(BLOCK // inputs, 1)
     parts = (slice(first, first + step) for first in range(0, outputs, step))
     return Packed(
@@ -130,6 +134,8 @@ def _packed_by_fbgemm(numbers: Tensor, scale: Tensor) -> torch.ScriptObject:
 
 def product(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b of `x` [n, inputs] and a matrix of `pack`: a new [n, outputs] in x's dtype."""
+    if packed.own is not None:
+        return _by_own(x, *packed.own, bias)
     step, multiply = rows_at_once(packed.outputs), _by_onednn if by_onednn() else _by_fbgemm
     # `to` takes 6 us even if it converts nothing, and `len` of a tensor 4: once for each product of a token.
     n, f = x.shape[0], x if x.dtype == torch.float32 else x.float()
@@ -143,6 +149,12 @@ def product(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         out.add_(bias)
     return out if f is x else out.to(x.dtype)
+
+
+def _by_own(x: Tensor, own: Kernels, weight: Weight, bias: Tensor | None) -> Tensor:
+    if x.dtype == torch.float32:
+        return own.multiply(x.contiguous(), weight, bias)
+    return own.multiply(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 def rows_at_once(outputs: int) -> int:

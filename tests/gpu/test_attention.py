@@ -11,6 +11,8 @@ import torch
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from gpu.attention import TorchAttention, TorchBackend
+from gpu.attention.cpu_paged import CpuAttention
+from gpu.kernels.cpu import kernels
 from gpu.kv.pool import KvPool
 from gpu.thread import device_thread
 from tests.rigs.views import Views
@@ -18,6 +20,13 @@ from tests.rigs.views import Views
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 6, 2, 8
 PAGES = 64
+
+
+@pytest.fixture(params=["torch", "cpu"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "cpu" and kernels() is None:
+        pytest.skip("no compiler, or no CPU with AVX2")
+    monkeypatch.setattr(Table, "cpu", request.param == "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +38,16 @@ def on_device() -> Iterator[None]:
 class Table:
     """One layer's cache as plain lists, and the backend under test."""
 
+    cpu = False
+
     def __init__(self, page_size: int, window: int, consecutive: bool = False) -> None:
         self.size, self.window = page_size, window
         self.pool = KvPool(2, PAGES, page_size, (KV_HEADS, DIM), torch.float32, CPU)
         self.views = Views(4, 40, page_size, 256)
         self.slots = self.views.tables
         self.backend: TorchBackend = TorchAttention([0, window])
+        if self.cpu and (own := kernels()) is not None:
+            self.backend = CpuAttention([0, window], DIM**-0.5, own)
         self.backend.bind(self.pool)
         self.random = torch.Generator().manual_seed(5)
         self.kept: dict[int, list[torch.Tensor]] = {}

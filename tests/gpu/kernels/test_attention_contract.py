@@ -535,6 +535,9 @@ def test_backends_are_chosen_by_phase() -> None:
             parse_backends(wrong)
     check_cpu_backends("")
     check_cpu_backends("prefill=torch")
+    check_cpu_backends("prefill=torch,decode=cpu")
+    with pytest.raises(ConfigError, match="prefill=cpu needs a GPU"):
+        check_cpu_backends("cpu")
     with pytest.raises(ConfigError, match="needs a GPU"):
         check_cpu_backends("decode=triton")
 

@@ -1,0 +1,189 @@
+"""A CPU's kernels: the functions of `step.c` over tensors, compiled on the machine that runs them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.cpu.build import library
+
+WIDTH, TURNED, INPUTS = 8, 16, 16
+"""The width of a row, the rotated part of a head, and the inputs of a product are multiples of these."""
+
+GROUP = 16
+"""The most query heads of a KV head."""
+
+TILE = 16
+"""Outputs of a product whose weights lie together."""
+
+PIECE = 2**20
+"""Weights that are interleaved at once."""
+
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
+
+
+class Heads(NamedTuple):
+    """Of queries, of keys, and numbers of each."""
+
+    queries: int
+    keys: int
+    dim: int
+
+
+class DecodeRows(NamedTuple):
+    """Decode rows of a step, a token each: `page_table` int32 [slots, pages], `slots` and `lengths`, the keys
+    that the token sees, int32 [rows or more]."""
+
+    rows: int
+    page_table: Tensor
+    page_size: int
+    slots: Tensor
+    lengths: Tensor
+
+
+class Scores(NamedTuple):
+    """How many of the last keys a layer sees, 0 for all, and what their scores are multiplied by."""
+
+    window: int
+    scale: float
+
+
+class Weight(NamedTuple):
+    """Of a product, int8, as `interleave` lays it out, with a `scale` for each of its `outputs`."""
+
+    numbers: Tensor
+    scale: Tensor
+    outputs: int
+
+
+class Kernels:
+    """All tensors are float32 and contiguous where a method says nothing else, and nothing is checked. Owner:
+    launch thread. The threads of a large operation are torch's."""
+
+    def __init__(self, functions: ctypes.CDLL) -> None:
+        functions.set_threads(torch.get_num_threads())
+        self._functions = functions
+        for name, types in (
+            ("rms_norm", "pppfplpll"),
+            ("silu_mul", "ppll"),
+            ("store_kv", "pllllppppfppl"),
+            ("attend", "plpplllpllppllf"),
+            ("multiply", "pppppplll"),
+        ):
+            function = getattr(functions, name)
+            function.argtypes, function.restype = [_TYPES[each] for each in types], None
+
+    def rms_norm(
+        self, part: Tensor | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Tensor:
+        """See `Ops.add_rms_norm`; the rows of `keep` may be strided."""
+        rows, width = residual.shape
+        out = torch.empty_like(residual)
+        self._functions.rms_norm(
+            residual.data_ptr(),
+            None if part is None else part.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            None if keep is None else keep.data_ptr(),
+            0 if keep is None else keep.stride(0),
+            out.data_ptr(),
+            rows,
+            width,
+        )
+        return out
+
+    def silu_mul(self, both: Tensor) -> Tensor:
+        """silu(first half) · second half of [n, 2 * width]: [n, width]."""
+        rows, width = both.shape[0], both.shape[1] // 2
+        out = torch.empty(rows, width)
+        self._functions.silu_mul(both.data_ptr(), out.data_ptr(), rows, width)
+        return out
+
+    def store_kv(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rotation: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor, float] | None,
+        pool: Tensor,
+        places: Tensor,
+    ) -> None:
+        """Norm and rotate queries and keys of `qkv` [n, (queries + 2 * keys) * dim] in place, as `Ops.attend`
+        does, and store keys and values in `pool` [tokens, 2 * keys * dim] at `places` int32 [n]."""
+        cos, sin = rotation
+        q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
+        self._functions.store_kv(
+            qkv.data_ptr(),
+            *heads,
+            cos.shape[-1],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if q_weight is None else q_weight.data_ptr(),
+            None if k_weight is None else k_weight.data_ptr(),
+            eps,
+            pool.data_ptr(),
+            places.data_ptr(),
+            qkv.shape[0],
+        )
+
+    def attend(
+        self, q: Tensor, heads: Heads, pool: Tensor, decode: DecodeRows, out: Tensor, scores: Scores
+    ) -> None:
+        """Attention of the decode rows, which `q` [n, queries, dim] and `out` [n, queries * dim] begin with.
+        A token of `q` is contiguous, `pool` as in `store_kv`."""
+        rows, table, size, slots, lengths = decode
+        self._functions.attend(
+            q.data_ptr(),
+            q.stride(0),
+            out.data_ptr(),
+            pool.data_ptr(),
+            *heads,
+            table.data_ptr(),
+            table.stride(0),
+            size,
+            slots.data_ptr(),
+            lengths.data_ptr(),
+            rows,
+            *scores,
+        )
+
+    def multiply(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b of `x` [n, inputs]: [n, outputs]."""
+        numbers, scale, outputs = weight
+        rows, inputs = x.shape
+        out, space = torch.empty(rows, outputs), torch.empty(rows * (inputs + 2), dtype=torch.int16)
+        self._functions.multiply(
+            x.data_ptr(),
+            numbers.data_ptr(),
+            scale.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            space.data_ptr(),
+            rows,
+            inputs,
+            outputs,
+        )
+        return out
+
+
+def interleave(numbers: Tensor) -> Tensor:
+    """Lay out `numbers` int8 [outputs, inputs] for `Kernels.multiply`: [outputs / TILE, inputs / 2, TILE, 2].
+    In place where outputs are a multiple of TILE."""
+    outputs, inputs = numbers.shape
+    pairs = numbers.view(torch.int16)
+    if outputs % TILE:
+        pairs = torch.nn.functional.pad(pairs, (0, 0, 0, -outputs % TILE))
+    tiles = pairs.view(-1, inputs // 2 * TILE)
+    for some in torch.split(tiles, max(PIECE // (inputs * TILE), 1)):
+        turned = some.view(-1, TILE, inputs // 2).transpose(1, 2).contiguous()
+        some.copy_(turned.view_as(some))
+    return tiles
+
+
+def kernels() -> Kernels | None:
+    """This machine's, for as many threads as torch has now, or None. The first call may run a compiler."""
+    functions = library()
+    return None if functions is None else Kernels(functions)

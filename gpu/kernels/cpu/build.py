@@ -1,0 +1,107 @@
+"""Compiles `step.c` on the machine that runs it, once, as Triton does with what a GPU needs.
+
+Without a compiler, or on another CPU than x86 with AVX2, a step consists of torch's operations, and products
+of 8 bits are FBGEMM's or oneDNN's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from core.clock import monotonic
+from core.env import cache_dir
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("step.c")
+
+COMPILERS = ("gcc", "cc")
+"""Not clang: its OpenMP is another library, with threads beside torch's."""
+
+FLAGS = ("-O3", "-march=native", "-fPIC", "-shared")
+
+SECONDS = 120.0
+"""How long a compiler may take: it needs two."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The functions of `step.c`; None, and the reason in the log, where they cannot be had."""
+    if not torch.cpu._is_avx2_supported():
+        return None
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        log.info("There is no C compiler (gcc): steps on this CPU take up to twice as long without one.")
+        return None
+    try:
+        return _load(compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or ""
+        log.warning(
+            "%s cannot make the CPU's kernels, torch serves without them: %s %s", compiler, error, output
+        )
+        return None
+
+
+def _load(compiler: str) -> ctypes.CDLL:
+    """The library of this machine's cache, compiled if it is not there."""
+    threads = _openmp()
+    command = [compiler, *FLAGS, str(SOURCE)]
+    if threads is not None:
+        command += ["-fopenmp", str(threads)]
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=SECONDS
+    ).stdout
+    name = hashlib.sha256(
+        "\n".join([*command, version, _features(), SOURCE.read_text()]).encode()
+    ).hexdigest()
+    try:
+        folder = cache_dir() / "kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"cpu-{name[:32]}.so"
+        if not path.exists():
+            _compile(command, path)
+        return ctypes.CDLL(str(path))
+    except PermissionError:  # a cache that cannot be written, as in a container: for this process alone
+        with tempfile.TemporaryDirectory() as own:
+            path = Path(own, "cpu.so")
+            _compile(command, path)
+            return ctypes.CDLL(str(path))
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Write the library to `path`, which others may read or write meanwhile."""
+    began = monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:
+        made = Path(own, path.name)
+        subprocess.run(
+            [*command, "-o", str(made)], capture_output=True, text=True, check=True, timeout=SECONDS
+        )
+        os.replace(made, path)
+    log.info("The CPU's kernels are compiled, in %.1f s", monotonic() - began)
+
+
+def _openmp() -> Path | None:
+    """The OpenMP library that torch has loaded, whose threads the kernels share; None: they have one."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = (Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if "libgomp" in line)
+    return next(found, None)
+
+
+def _features() -> str:
+    """What `-march=native` means here: a cache may be shared by machines."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "model name"))}))

@@ -1,0 +1,313 @@
+/* A step's operations in float32 on x86 CPUs with AVX2, between and of products of 8 bits.
+ *
+ * torch has each of them as 3 to 12 operations, which take 2 to 10 us each while weights pass through the
+ * core's caches: three quarters of a token of a small model. Here each is one pass over its rows.
+ *
+ * Every pointer is to contiguous memory unless a stride (in numbers) says otherwise. Nothing is allocated,
+ * and nothing read that does not belong to a row: a NaN of one request stays with it.
+ */
+#include <immintrin.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+typedef float f8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t i8 __attribute__((vector_size(32), aligned(4), may_alias));
+
+enum {
+    PARALLEL = 1 << 15, /* numbers below which waking another thread takes longer than the work */
+    GROUP = 16,         /* most query heads of a KV head */
+    KEYS = 64,          /* keys whose scores are computed before their values are summed */
+    TOP = 8127,         /* largest number of a quantised activation: 13 bits and a sign */
+    INPUTS = 2048,      /* whose products fit 32 bits: 2048 * 8127 * 128 < 2^31 */
+    TILE = 16,          /* outputs that are multiplied at once, by */
+    ROWS = 4,           /* so many rows at most */
+    AHEAD = 2048,       /* bytes between weights that are multiplied and those that are fetched */
+    SLAB = 1 << 16,     /* bytes of weights that stay in a core's cache while rows pass */
+};
+
+static int threads = 1;
+
+void set_threads(int count) { threads = count; }
+
+INLINE f8 all(float x) { return (f8){x, x, x, x, x, x, x, x}; }
+
+INLINE float sum(f8 x)
+{
+    return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
+}
+
+/* Both are x where that is NaN. */
+INLINE f8 smaller(f8 limit, f8 x) { return (f8)_mm256_min_ps((__m256)limit, (__m256)x); }
+INLINE f8 larger(f8 limit, f8 x) { return (f8)_mm256_max_ps((__m256)limit, (__m256)x); }
+
+/* e^x to 2e-7 of it: 2^n times the Taylor series of the rest, which is at most ln(2) / 2. */
+INLINE f8 exponential(f8 x)
+{
+    const f8 magic = all(12582912.0f); /* 1.5 * 2^23 rounds */
+    x = smaller(all(88.0f), larger(all(-87.0f), x));
+    f8 n = x * 1.44269504f + magic - magic;
+    f8 r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln(2) in two parts */
+    f8 e = all(1.0f / 5040);
+    e = e * r + 1.0f / 720;
+    e = e * r + 1.0f / 120;
+    e = e * r + 1.0f / 24;
+    e = e * r + 1.0f / 6;
+    e = e * r + 0.5f;
+    e = e * r + 1.0f;
+    e = e * r + 1.0f;
+    i8 power = (__builtin_convertvector(n, i8) + 127) << 23;
+    return e * (f8)power;
+}
+
+INLINE void norm_row(const float *x, const float *weight, float eps, float *out, long width)
+{
+    f8 squares = all(0.0f);
+    for (long i = 0; i < width; i += 8) {
+        f8 v = *(const f8 *)(x + i);
+        squares += v * v;
+    }
+    float scale = 1.0f / __builtin_sqrtf(sum(squares) / (float)width + eps);
+    for (long i = 0; i < width; i += 8)
+        *(f8 *)(out + i) = *(const f8 *)(x + i) * scale * *(const f8 *)(weight + i);
+}
+
+/* residual += part, if any; keep = residual, if any; out = its RMSNorm. Rows of `width`, a multiple of 8. */
+void rms_norm(float *residual, const float *part, const float *weight, float eps, float *keep,
+              long keep_stride, float *out, long rows, long width)
+{
+#pragma omp parallel for num_threads(threads) if (rows * width > PARALLEL)
+    for (long row = 0; row < rows; row++) {
+        float *x = residual + row * width;
+        if (part)
+            for (long i = 0; i < width; i += 8) *(f8 *)(x + i) += *(const f8 *)(part + row * width + i);
+        if (keep)
+            for (long i = 0; i < width; i += 8) *(f8 *)(keep + row * keep_stride + i) = *(f8 *)(x + i);
+        norm_row(x, weight, eps, out + row * width, width);
+    }
+}
+
+/* out [rows, width] = silu(first half) * second half of `both` [rows, 2 * width]; a multiple of 8. */
+void silu_mul(const float *both, float *out, long rows, long width)
+{
+#pragma omp parallel for num_threads(threads) if (rows * width > PARALLEL)
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < width; i += 8) {
+            f8 x = *(const f8 *)(both + row * 2 * width + i), up = *(const f8 *)(both + (row * 2 + 1) * width + i);
+            *(f8 *)(out + row * width + i) = x / (1.0f + exponential(-x)) * up;
+        }
+}
+
+/* Of qkv [rows, heads + 2 * kv_heads, dim]: norm queries and keys, where weights are given, rotate the first
+ * `rotary` numbers of each by cos and sin [rows, rotary], in place, and store keys and values in `pool`
+ * [tokens, 2 * kv_heads, dim] at `places` [rows]. dim is a multiple of 8, rotary of 16. */
+void store_kv(float *qkv, long heads, long kv_heads, long dim, long rotary, const float *cos, const float *sin,
+              const float *q_weight, const float *k_weight, float eps, float *pool, const int32_t *places,
+              long rows)
+{
+    long half = rotary / 2, all_heads = heads + 2 * kv_heads;
+#pragma omp parallel for num_threads(threads) if (rows * all_heads * dim > PARALLEL)
+    for (long row = 0; row < rows; row++) {
+        const float *c = cos + row * rotary, *s = sin + row * rotary;
+        for (long head = 0; head < heads + kv_heads; head++) {
+            float *x = qkv + (row * all_heads + head) * dim;
+            if (q_weight) norm_row(x, head < heads ? q_weight : k_weight, eps, x, dim);
+            for (long i = 0; i < half; i += 8) {
+                f8 a = *(f8 *)(x + i), b = *(f8 *)(x + half + i);
+                *(f8 *)(x + i) = a * *(const f8 *)(c + i) + b * *(const f8 *)(s + i);
+                *(f8 *)(x + half + i) = b * *(const f8 *)(c + half + i) + a * *(const f8 *)(s + half + i);
+            }
+        }
+        const float *kv = qkv + (row * all_heads + heads) * dim;
+        float *place = pool + (long)places[row] * 2 * kv_heads * dim;
+        for (long i = 0; i < 2 * kv_heads * dim; i += 8) *(f8 *)(place + i) = *(const f8 *)(kv + i);
+    }
+}
+
+struct pages {
+    const int32_t *table; /* of a slot */
+    long size;
+};
+
+INLINE long token_at(struct pages pages, long position)
+{
+    return pages.table[position / pages.size] * pages.size + position % pages.size;
+}
+
+/* q . k of one query and eight keys. */
+INLINE f8 scores_of(const float *q, const float *k, const long tokens[8], long dim)
+{
+    f8 products[8];
+    for (int key = 0; key < 8; key++) products[key] = all(0.0f);
+    for (long i = 0; i < dim; i += 8)
+        for (int key = 0; key < 8; key++) products[key] += *(const f8 *)(q + i) * *(const f8 *)(k + tokens[key] + i);
+    __m256 sums[2];
+    for (int half = 0; half < 2; half++) {
+        const __m256 *each = (const __m256 *)products + 4 * half;
+        sums[half] = _mm256_hadd_ps(_mm256_hadd_ps(each[0], each[1]), _mm256_hadd_ps(each[2], each[3]));
+    }
+    return (f8)_mm256_permute2f128_ps(sums[0], sums[1], 0x20) + (f8)_mm256_permute2f128_ps(sums[0], sums[1], 0x31);
+}
+
+/* sums [8 * vectors] += shares of `keys` keys times their values. */
+INLINE void add_values(int vectors, float *sums, const float *shares, const float *v, const long *tokens, long keys)
+{
+    f8 found[4];
+    for (int i = 0; i < vectors; i++) found[i] = *(const f8 *)(sums + 8 * i);
+    for (long key = 0; key < keys; key++)
+        for (int i = 0; i < vectors; i++) found[i] += shares[key] * *(const f8 *)(v + tokens[key] + 8 * i);
+    for (int i = 0; i < vectors; i++) *(f8 *)(sums + 8 * i) = found[i];
+}
+
+/* `group` queries of one KV head over the keys at [first, end): softmax over blocks of keys, with sums that are
+ * scaled when a larger score comes (Milakov and Gimelshein, arXiv 1805.02867). `k` is the head's first key of
+ * the pool, whose tokens are `stride` apart; values lie `to_values` behind keys. */
+INLINE void attend_group(const float *q, float *out, const float *k, long stride, long to_values, long group,
+                         long dim, struct pages pages, long first, long end, float scale)
+{
+    float most[GROUP], total[GROUP], shares[KEYS];
+    long tokens[KEYS];
+    for (long g = 0; g < group; g++) {
+        most[g] = -__builtin_inff();
+        total[g] = 0.0f;
+        for (long i = 0; i < dim; i += 8) *(f8 *)(out + g * dim + i) = all(0.0f);
+    }
+    for (long begin = first; begin < end; begin += KEYS) {
+        long keys = MIN(end - begin, KEYS);
+        for (long key = 0; key < KEYS; key++) /* behind the last key is that key again, with a share of 0 */
+            tokens[key] = token_at(pages, begin + MIN(key, keys - 1)) * stride;
+        for (long g = 0; g < group; g++) {
+            float *sums = out + g * dim, top = most[g];
+            for (long key = 0; key < keys; key += 8)
+                *(f8 *)(shares + key) = scores_of(q + g * dim, k, tokens + key, dim) * scale;
+            for (long key = keys; key % 8; key++) shares[key] = -__builtin_inff();
+            for (long key = 0; key < keys; key++) top = shares[key] > top ? shares[key] : top;
+            f8 added = all(0.0f);
+            for (long key = 0; key < keys; key += 8) {
+                f8 share = exponential(*(f8 *)(shares + key) - top);
+                *(f8 *)(shares + key) = share;
+                added += share;
+            }
+            float again = exponential(all(most[g] - top))[0];
+            most[g] = top;
+            total[g] = total[g] * again + sum(added);
+            for (long i = 0; i < dim; i += 8) *(f8 *)(sums + i) *= again;
+            long i = 0;
+            for (; i + 32 <= dim; i += 32) add_values(4, sums + i, shares, k + to_values + i, tokens, keys);
+            for (; i < dim; i += 8) add_values(1, sums + i, shares, k + to_values + i, tokens, keys);
+        }
+    }
+    for (long g = 0; g < group; g++)
+        for (long i = 0; i < dim; i += 8) *(f8 *)(out + g * dim + i) /= total[g];
+}
+
+/* One token of each row over the pages of its slot: q [rows, heads, dim], rows `q_stride` apart, to out [rows,
+ * heads, dim]. `window`: how many of `lengths` [rows] keys the token sees, 0 for all. dim is a multiple of 8. */
+void attend(const float *q, long q_stride, float *out, const float *pool, long heads, long kv_heads, long dim,
+            const int32_t *table, long table_stride, long page_size, const int32_t *slots,
+            const int32_t *lengths, long rows, long window, float scale)
+{
+    long group = heads / kv_heads, stride = 2 * kv_heads * dim;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows * heads * lengths[0] * dim > PARALLEL)
+    for (long unit = 0; unit < rows * kv_heads; unit++) {
+        long row = unit / kv_heads, head = unit % kv_heads, end = lengths[row];
+        long first = window && end > window ? end - window : 0;
+        struct pages pages = {table + slots[row] * table_stride, page_size};
+        attend_group(q + row * q_stride + head * group * dim, out + (row * heads + head * group) * dim,
+                     pool + head * dim, stride, kv_heads * dim, group, dim, pages, first, end, scale);
+    }
+}
+
+/* x [rows, inputs] as numbers times a unit for each row; inputs is a multiple of 16. */
+static void quantise(const float *x, int16_t *numbers, float *units, long rows, long inputs)
+{
+#pragma omp parallel for num_threads(threads) if (rows * inputs > PARALLEL)
+    for (long row = 0; row < rows; row++) {
+        const float *from = x + row * inputs;
+        f8 tops = all(1e-30f), invalid = all(0.0f); /* a row of zeros has a unit, too */
+        for (long i = 0; i < inputs; i += 8) {
+            f8 v = *(const f8 *)(from + i);
+            tops = larger(tops, larger(-v, v));
+            invalid += v * 0.0f; /* `larger` forgets a NaN */
+        }
+        float top = tops[0] + sum(invalid);
+        for (int i = 1; i < 8; i++) top = tops[i] > top ? tops[i] : top;
+        for (long i = 0; i < inputs; i += 16) {
+            __m256i low = _mm256_cvtps_epi32((__m256)(*(const f8 *)(from + i) * (TOP / top)));
+            __m256i high = _mm256_cvtps_epi32((__m256)(*(const f8 *)(from + i + 8) * (TOP / top)));
+            __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+            _mm256_storeu_si256((__m256i *)(numbers + row * inputs + i), both);
+        }
+        units[row] = top / TOP;
+    }
+}
+
+/* sums [rows][TILE] += x wT of so many rows by TILE outputs, of `pairs` pairs of inputs. A pair of 16-bit
+ * numbers of x meets its weights of eight outputs in one instruction. `ahead` fetches weights that come later:
+ * by itself the processor does not fetch across pages. */
+INLINE void multiply_rows(int rows, int ahead, const int8_t *w, const int16_t *x, long inputs, long pairs,
+                          f8 sums[ROWS][2])
+{
+    __m256i acc[ROWS][2];
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
+    for (long pair = 0; pair < pairs; pair++) {
+        const __m128i *at = (const __m128i *)(w + pair * 2 * TILE);
+        if (ahead && pair % 2 == 0) _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
+        __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at));
+        __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
+        for (int r = 0; r < rows; r++) {
+            int32_t both;
+            __builtin_memcpy(&both, x + r * inputs + 2 * pair, sizeof both);
+            __m256i value = _mm256_set1_epi32(both);
+            acc[r][0] = _mm256_add_epi32(acc[r][0], _mm256_madd_epi16(low, value));
+            acc[r][1] = _mm256_add_epi32(acc[r][1], _mm256_madd_epi16(high, value));
+            /* Without it gcc keeps one of eight sums in memory, and takes twice as long. */
+            __asm__("" : "+x"(acc[r][0]), "+x"(acc[r][1]));
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++) sums[r][half] += (f8)_mm256_cvtepi32_ps(acc[r][half]);
+}
+
+/* The same of any rows up to ROWS: where these are constant, the sums stay in registers. */
+static void multiply_tile(long rows, int ahead, const int8_t *w, const int16_t *x, long inputs, long pairs,
+                          f8 sums[ROWS][2])
+{
+    switch (rows) {
+    case 1: multiply_rows(1, 1, w, x, inputs, pairs, sums); break;
+    case 2: multiply_rows(2, 1, w, x, inputs, pairs, sums); break;
+    case 3: multiply_rows(3, 1, w, x, inputs, pairs, sums); break;
+    default:
+        if (ahead) multiply_rows(ROWS, 1, w, x, inputs, pairs, sums);
+        else multiply_rows(ROWS, 0, w, x, inputs, pairs, sums);
+    }
+}
+
+/* out [rows, outputs] = x wT + bias, if any, of x [rows, inputs] and w [outputs / TILE, inputs / 2, TILE, 2], with
+ * outputs of 0 behind the last, and a scale for each output. `space` has rows * (inputs + 2) numbers. Sums of at
+ * most INPUTS products are exact. */
+void multiply(const float *x, const int8_t *w, const float *scale, const float *bias, float *out, int16_t *space,
+              long rows, long inputs, long outputs)
+{
+    int16_t *numbers = space;
+    float *units = (float *)(space + rows * inputs);
+    quantise(x, numbers, units, rows, inputs);
+    long tiles = (outputs + TILE - 1) / TILE, slab = rows > ROWS ? SLAB / (TILE * inputs) + 1 : 1;
+#pragma omp parallel for num_threads(threads) if (outputs * inputs > PARALLEL)
+    for (long first = 0; first < tiles; first += slab)
+        for (long row = 0; row < rows; row += ROWS)
+            for (long tile = first; tile < MIN(first + slab, tiles); tile++) {
+                long height = MIN(rows - row, ROWS), o = tile * TILE, width = MIN(outputs - o, TILE);
+                f8 sums[ROWS][2] = {{{0.0f}}};
+                for (long i = 0; i < inputs; i += INPUTS)
+                    multiply_tile(height, row == 0, w + o * inputs + i * TILE, numbers + row * inputs + i, inputs,
+                                  MIN(inputs - i, INPUTS) / 2, sums);
+                for (long r = 0; r < height; r++) {
+                    const float *found = (const float *)sums[r];
+                    float *to = out + (row + r) * outputs + o, unit = units[row + r];
+                    for (long c = 0; c < width; c++)
+                        to[c] = found[c] * (unit * scale[o + c]) + (bias ? bias[o + c] : 0.0f);
+                }
+            }
+}
