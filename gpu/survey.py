@@ -9,6 +9,7 @@ import torch
 
 from core.config import ModelConfig, ParallelConfig
 from gpu.device import check_gpus, choose_device, cuda_facts
+from gpu.kernels.cpu.build import lack
 from gpu.memory import GIB, available_bytes
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -21,6 +22,8 @@ def survey(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     facts, driver = cuda_facts(parallel.base_gpu_id), _driver()
     if choose_device(model.device, facts).type == "cpu":
         lines = [f"CPU with {torch.get_num_threads()} threads, {available_bytes() / GIB:.1f} GiB free"]
+        if lacks := lack():
+            lines.append(lacks)
         if facts.reason and model.device == "auto":
             there = f" (NVIDIA driver {driver} is there)" if driver else ""
             lines.append(f"no GPU: {facts.reason}{there}")

@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.config import ModelConfig, ParallelConfig
 from core.errors import ConfigError
 from core.request import SamplingParams
 from gpu.kernels import cpu
 from gpu.kernels.cpu import DecodeRows, Heads, Kernels, Scores, Weight, build, interleave
 from gpu.ops.plain import rotate, turn
+from gpu.survey import survey
 from tests.rigs import tiny_model
 from tests.rigs.driver import serve
 
@@ -183,15 +185,15 @@ def test_interleaved_weights_take_no_second_place() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty one, and nothing in memory of what was loaded before."""
     monkeypatch.setenv("LOOM_CACHE", str(tmp_path / "cache"))
-    build.library.cache_clear()
+    build._find.cache_clear()
     yield tmp_path / "cache" / "kernels"
-    build.library.cache_clear()
+    build._find.cache_clear()
 
 
 def test_a_second_start_compiles_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.library() is not None
     [made] = cache.iterdir()
-    build.library.cache_clear()
+    build._find.cache_clear()
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
     assert build.library() is not None
     assert list(cache.iterdir()) == [made]
@@ -200,7 +202,7 @@ def test_a_second_start_compiles_nothing(cache: Path, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("cache")
 def test_another_machine_has_a_library_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build.library()
-    build.library.cache_clear()
+    build._find.cache_clear()
     monkeypatch.setattr(build, "_features", lambda: "flags: other")
     build.library()
     assert len(list(cache.iterdir())) == 2
@@ -218,6 +220,7 @@ def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", "")
     assert build.library() is None
     assert cpu.kernels() is None
+    assert any("gcc" in line for line in survey(ModelConfig(device="cpu"), ParallelConfig()))
 
 
 @pytest.mark.usefixtures("cache")

@@ -34,23 +34,32 @@ SECONDS = 120.0
 """How long a compiler may take: it needs two."""
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """The functions of `step.c`; None, and the reason in the log, where they cannot be had."""
+    """The functions of `step.c`; None where `lack` says why."""
+    return _find()[0]
+
+
+def lack() -> str:
+    """Why this machine has no kernels, in words for whoever operates it; empty where it has them."""
+    return _find()[1]
+
+
+@cache
+def _find() -> tuple[ctypes.CDLL | None, str]:
     if not torch.cpu._is_avx2_supported():
-        return None
+        return None, "kernels for x86 CPUs with AVX2 alone"
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        log.info("There is no C compiler (gcc): steps on this CPU take up to twice as long without one.")
-        return None
+        lacks = "no C compiler: with gcc, steps on this CPU take about half the time"
+        log.info("%s", lacks)
+        return None, lacks
     try:
-        return _load(compiler)
+        return _load(compiler), ""
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or ""
-        log.warning(
-            "%s cannot make the CPU's kernels, torch serves without them: %s %s", compiler, error, output
-        )
-        return None
+        lacks = f"{compiler} cannot make the CPU's kernels, torch serves without them: {error} {output}"
+        log.warning("%s", lacks)
+        return None, lacks
 
 
 def _load(compiler: str) -> ctypes.CDLL:
