@@ -1,9 +1,9 @@
 """Weights of 8-bit integers with a scale for each output, w = number × scale, and their products on a CPU.
 
-One byte is too little for an activation: beside a few large ones the others would be 0. So an activation has
-13 bits and a sign, times a scale of its row. On a CPU without VNNI `gpu.kernels.cpu` multiplies these; where
-that cannot be compiled, FBGEMM does, and oneDNN on a CPU with VNNI or AMX. Those two multiply unsigned by
-signed bytes and sum in int32, so for them each row x becomes two rows of bytes,
+One byte is too little for an activation: beside a few large ones the others would be 0. So an activation
+has 13 bits and a sign, times a scale of its row. `gpu.kernels.cpu` multiplies these; where it cannot be
+compiled, FBGEMM does, and oneDNN on a CPU with VNNI or AMX. Those two multiply unsigned by signed bytes and
+sum in int32, so for them each row x becomes two rows of bytes,
 
     x ≈ scale × (high + low / 128)        high, low from -64 to 64, scale × (63 + 63 / 128) = largest |x|
 
@@ -81,9 +81,9 @@ def runs_here() -> bool:
 
 @cache
 def by_onednn() -> bool:
-    """Whether oneDNN multiplies. Without VNNI it packs the weights anew in every product, and that on one
-    core: of 17,920 x 1,536 weights and 1 row it took 6.0 ms on one core of a Zen 3 and 5.5 on two, FBGEMM 1.8
-    and 1.5; of 8 rows 10.2 and 7.8 ms, and 6.9 and 3.5; of 256 rows 184 and 103, and 176 and 90."""
+    """Whether oneDNN multiplies what the own kernels do not. Without VNNI it packs the weights anew in every
+    product, and that on one core: of 17,920 x 1,536 weights and 1 row it took 6.0 ms on one core of a Zen 3
+    and 5.5 on two, FBGEMM 1.8 and 1.5; of 256 rows 184 and 103, and 176 and 90."""
     return torch.cpu._is_vnni_supported() or not _has_fbgemm()
 
 
@@ -114,10 +114,10 @@ def pack(numbers: Tensor, scale: Tensor) -> Packed:
     kernels that multiply them here."""
     assert numbers.is_contiguous(), "oneDNN's packing ignores strides"
     outputs, inputs = numbers.shape
-    if by_onednn():
-        return Packed(outputs, inputs, (torch.ops.onednn.qlinear_prepack(numbers, None),), scale)
     if inputs % INPUTS == 0 and (own := kernels()) is not None:
         return Packed(outputs, inputs, (), scale, (own, Weight(interleave(numbers), scale, outputs)))
+    if by_onednn():
+        return Packed(outputs, inputs, (torch.ops.onednn.qlinear_prepack(numbers, None),), scale)
     step = max(BLOCK // inputs, 1)
     parts = (slice(first, first + step) for first in range(0, outputs, step))
     return Packed(

@@ -22,6 +22,7 @@ from core.models import ModelSpec
 from core.request import SamplingParams
 from gpu.build import Beside, build_executor, spec_of
 from gpu.device import CudaFacts, multiplies_bfloat16
+from gpu.kernels.cpu import kernels
 from gpu.layers import Linear
 from gpu.memory import plan_memory
 from gpu.models.base import CausalModel
@@ -58,14 +59,14 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Each of those that multiply, whatever this CPU prefers; FBGEMM in more blocks than one."""
     name, before = request.param, torch.backends.quantized.engine
     monkeypatch.setattr(int8, "by_onednn", lambda: name == "onednn")
+    monkeypatch.setattr(int8, "kernels", kernels if name == "own" else lambda: None)
     if name == "own":
-        if int8.kernels() is None:
+        if kernels() is None:
             pytest.skip("no compiler, or no CPU with AVX2")
         yield
         return
     if name not in torch.backends.quantized.supported_engines:
         pytest.skip(f"torch was built without {name}")
-    monkeypatch.setattr(int8, "kernels", lambda: None)
     monkeypatch.setattr(int8, "BLOCK", 576 * 400)
     torch.backends.quantized.engine = name
     yield

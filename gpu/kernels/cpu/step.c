@@ -15,14 +15,19 @@
 typedef float f8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t i8 __attribute__((vector_size(32), aligned(4), may_alias));
 
+#ifdef __AVX512VNNI__
+#define ROWS 8 /* of a product that are computed together: as many sums as there are registers for */
+#else
+#define ROWS 4
+#endif
+
 enum {
     PARALLEL = 1 << 15, /* numbers below which waking another thread takes longer than the work */
     GROUP = 16,         /* most query heads of a KV head */
     KEYS = 64,          /* keys whose scores are computed before their values are summed */
     TOP = 8127,         /* largest number of a quantised activation: 13 bits and a sign */
     INPUTS = 2048,      /* whose products fit 32 bits: 2048 * 8127 * 128 < 2^31 */
-    TILE = 16,          /* outputs that are multiplied at once, by */
-    ROWS = 4,           /* so many rows at most */
+    TILE = 16,          /* outputs that are multiplied at once, by ROWS rows at most */
     AHEAD = 2048,       /* bytes between weights that are multiplied and those that are fetched */
     SLAB = 1 << 16,     /* bytes of weights that stay in a core's cache while rows pass */
 };
@@ -243,41 +248,81 @@ static void quantise(const float *x, int16_t *numbers, float *units, long rows, 
     }
 }
 
-/* sums [rows][TILE] += x wT of so many rows by TILE outputs, of `pairs` pairs of inputs. A pair of 16-bit
- * numbers of x meets its weights of eight outputs in one instruction. `ahead` fetches weights that come later:
- * by itself the processor does not fetch across pages. */
-INLINE void multiply_rows(int rows, int ahead, const int8_t *w, const int16_t *x, long inputs, long pairs,
-                          f8 sums[ROWS][2])
+/* Sums of TILE outputs, and the weights of a pair of inputs for each: a pair of 16-bit numbers of x meets those
+ * of eight or sixteen outputs in one instruction. */
+#ifdef __AVX512VNNI__
+typedef __m512i tile;
+
+INLINE tile no_sums(void) { return _mm512_setzero_si512(); }
+INLINE tile weights_at(const int8_t *w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)w)); }
+
+INLINE void add_products(tile *sums, tile weights, int32_t pair)
 {
-    __m256i acc[ROWS][2];
-    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-    for (long pair = 0; pair < pairs; pair++) {
-        const __m128i *at = (const __m128i *)(w + pair * 2 * TILE);
-        if (ahead && pair % 2 == 0) _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
-        __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at));
-        __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
+    *sums = _mm512_dpwssd_epi32(*sums, weights, _mm512_set1_epi32(pair));
+    __asm__("" : "+v"(*sums));
+}
+
+INLINE void add_sums(float *to, tile sums) { _mm512_storeu_ps(to, _mm512_loadu_ps(to) + _mm512_cvtepi32_ps(sums)); }
+#else
+typedef struct {
+    __m256i low, high;
+} tile;
+
+INLINE tile no_sums(void) { return (tile){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+
+INLINE tile weights_at(const int8_t *w)
+{
+    const __m128i *at = (const __m128i *)w;
+    return (tile){_mm256_cvtepi8_epi16(_mm_loadu_si128(at)), _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1))};
+}
+
+INLINE void add_products(tile *sums, tile weights, int32_t pair)
+{
+    __m256i value = _mm256_set1_epi32(pair);
+    sums->low = _mm256_add_epi32(sums->low, _mm256_madd_epi16(weights.low, value));
+    sums->high = _mm256_add_epi32(sums->high, _mm256_madd_epi16(weights.high, value));
+    /* Without it gcc keeps one of eight sums in memory, and takes twice as long. */
+    __asm__("" : "+x"(sums->low), "+x"(sums->high));
+}
+
+INLINE void add_sums(float *to, tile sums)
+{
+    *(f8 *)to += (f8)_mm256_cvtepi32_ps(sums.low);
+    *(f8 *)(to + 8) += (f8)_mm256_cvtepi32_ps(sums.high);
+}
+#endif
+
+/* sums [rows][TILE] += x wT of so many rows by TILE outputs, of `pairs` pairs of inputs. `ahead` fetches weights
+ * that come later: by itself the processor does not fetch across pages. */
+INLINE void multiply_rows(int rows, int ahead, const int8_t *w, const int16_t *x, long inputs, long pairs,
+                          float sums[ROWS][TILE])
+{
+    tile acc[ROWS];
+    for (int r = 0; r < rows; r++) acc[r] = no_sums();
+    for (long i = 0; i < pairs; i++) {
+        const int8_t *at = w + i * 2 * TILE;
+        if (ahead && i % 2 == 0) _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
+        tile weights = weights_at(at);
         for (int r = 0; r < rows; r++) {
-            int32_t both;
-            __builtin_memcpy(&both, x + r * inputs + 2 * pair, sizeof both);
-            __m256i value = _mm256_set1_epi32(both);
-            acc[r][0] = _mm256_add_epi32(acc[r][0], _mm256_madd_epi16(low, value));
-            acc[r][1] = _mm256_add_epi32(acc[r][1], _mm256_madd_epi16(high, value));
-            /* Without it gcc keeps one of eight sums in memory, and takes twice as long. */
-            __asm__("" : "+x"(acc[r][0]), "+x"(acc[r][1]));
+            int32_t pair;
+            __builtin_memcpy(&pair, x + r * inputs + 2 * i, sizeof pair);
+            add_products(&acc[r], weights, pair);
         }
     }
-    for (int r = 0; r < rows; r++)
-        for (int half = 0; half < 2; half++) sums[r][half] += (f8)_mm256_cvtepi32_ps(acc[r][half]);
+    for (int r = 0; r < rows; r++) add_sums(sums[r], acc[r]);
 }
 
 /* The same of any rows up to ROWS: where these are constant, the sums stay in registers. */
 static void multiply_tile(long rows, int ahead, const int8_t *w, const int16_t *x, long inputs, long pairs,
-                          f8 sums[ROWS][2])
+                          float sums[ROWS][TILE])
 {
     switch (rows) {
-    case 1: multiply_rows(1, 1, w, x, inputs, pairs, sums); break;
-    case 2: multiply_rows(2, 1, w, x, inputs, pairs, sums); break;
-    case 3: multiply_rows(3, 1, w, x, inputs, pairs, sums); break;
+#define CASE(rows) case rows: multiply_rows(rows, 1, w, x, inputs, pairs, sums); break;
+        CASE(1) CASE(2) CASE(3)
+#if ROWS > 4
+        CASE(4) CASE(5) CASE(6) CASE(7)
+#endif
+#undef CASE
     default:
         if (ahead) multiply_rows(ROWS, 1, w, x, inputs, pairs, sums);
         else multiply_rows(ROWS, 0, w, x, inputs, pairs, sums);
@@ -299,15 +344,14 @@ void multiply(const float *x, const int8_t *w, const float *scale, const float *
         for (long row = 0; row < rows; row += ROWS)
             for (long tile = first; tile < MIN(first + slab, tiles); tile++) {
                 long height = MIN(rows - row, ROWS), o = tile * TILE, width = MIN(outputs - o, TILE);
-                f8 sums[ROWS][2] = {{{0.0f}}};
+                float sums[ROWS][TILE] = {{0.0f}};
                 for (long i = 0; i < inputs; i += INPUTS)
                     multiply_tile(height, row == 0, w + o * inputs + i * TILE, numbers + row * inputs + i, inputs,
                                   MIN(inputs - i, INPUTS) / 2, sums);
                 for (long r = 0; r < height; r++) {
-                    const float *found = (const float *)sums[r];
                     float *to = out + (row + r) * outputs + o, unit = units[row + r];
                     for (long c = 0; c < width; c++)
-                        to[c] = found[c] * (unit * scale[o + c]) + (bias ? bias[o + c] : 0.0f);
+                        to[c] = sums[r][c] * (unit * scale[o + c]) + (bias ? bias[o + c] : 0.0f);
                 }
             }
 }
