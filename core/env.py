@@ -14,7 +14,8 @@ from typing import Any
 from core.errors import ModelError
 
 VARIABLES: Mapping[str, str] = {
-    "LOOM_CACHE": "where fetched models are kept; default: $XDG_CACHE_HOME/loom or ~/.cache/loom",
+    "LOOM_CACHE": "where fetched models and compiled kernels are kept; default: $XDG_CACHE_HOME/loom, "
+    "or ~/.cache/loom",
     "XDG_CACHE_HOME": "the user's cache directory, when LOOM_CACHE is unset",
     "HF_HUB_OFFLINE": "1 means: never reach the network for a model (the same as --offline)",
     "FLASHINFER_DISABLE_JIT": "FlashInfer's: it compiles nothing",
