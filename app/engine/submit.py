@@ -222,7 +222,7 @@ class Submitter:
         if job.allowed_ids is None and not job.bad_words:
             return grammar
         rules = TokenRules(job.allowed_ids, await self._sequences(job.bad_words))
-        return self._grammars.restrict(grammar, rules)
+        return await self._grammars.restrict(grammar, rules, param)
 
     async def _sequences(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each text as the tokens that it is at the start of a text and after a blank, as vLLM reads it.

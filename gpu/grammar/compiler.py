@@ -89,9 +89,16 @@ class Compiler:
             raise RequestError(found.message, spec.param)
         return found
 
-    def restrict(self, grammar: CompiledGrammar | None, rules: TokenRules) -> CompiledGrammar:
+    async def restrict(
+        self, grammar: CompiledGrammar | None, rules: TokenRules, param: str
+    ) -> CompiledGrammar:
         """See `core.grammar.GrammarCompiler.restrict`."""
-        return RestrictedGrammar(self._rules, grammar, rules)
+        found = RestrictedGrammar(self._rules, grammar, rules)
+        dead = found.allows_nothing() if grammar is None else await self._in_thread(found.allows_nothing)
+        if dead:
+            constraint = "" if grammar is None else " that the request's other constraint allows"
+            raise RequestError(f"'{param}' leaves no token{constraint} for the answer to begin with.", param)
+        return found
 
     def close(self) -> None:
         """Idempotent. Compiles under way in a thread end by themselves."""

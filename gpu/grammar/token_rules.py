@@ -53,6 +53,14 @@ class RestrictedGrammar:
             if recent[-len(before) :] == before:
                 bits[row, word] &= ~bit
 
+    def allows_nothing(self) -> bool:
+        """Whether no token can be the first: the rules contradict the grammar, or each other."""
+        if self._grammar is None or not self.allowed.any():
+            return not self.allowed.any()
+        bits, first = np.empty((1, len(self.allowed)), np.int32), self.matcher()
+        first.stepper.fill([first.state], [0], bits)
+        return not bits.any()
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """See `CompiledGrammar.warnings`."""

@@ -100,7 +100,9 @@ class Restricting(FakeCompiler):
         self.ready.set()
         self.told: list[tuple[CompiledGrammar | None, TokenRules]] = []
 
-    def restrict(self, grammar: CompiledGrammar | None, rules: TokenRules) -> CompiledGrammar:
+    async def restrict(
+        self, grammar: CompiledGrammar | None, rules: TokenRules, param: str
+    ) -> CompiledGrammar:
         self.told.append((grammar, rules))
         return self.grammar
 

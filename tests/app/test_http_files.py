@@ -47,7 +47,7 @@ async def test_lists_page_in_both_orders(tmp_path: Path) -> None:
         assert [file.id async for file in rig.client.files.list(limit=2)] == ids[::-1]
         assert [file.id async for file in rig.client.files.list(limit=3, order="asc")] == ids
         assert (await rig.client.files.list(purpose="vision")).data == []
-        for query in ("limit=0", "limit=x", "limit=99999", "after=file-x"):
+        for query in ("limit=0", "limit=x", "limit=99999", "after=file-x", "order=up"):
             async with rig.http.get(f"/v1/files?{query}") as answer:
                 assert answer.status == 400
 

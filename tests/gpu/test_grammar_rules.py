@@ -10,6 +10,7 @@ import pytest
 
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
+from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
@@ -109,7 +110,7 @@ def test_what_was_said_before_a_retraction_counts() -> None:
     [
         (TokenRules(), {ord("a"), ord("b")}),
         (TokenRules(banned=((ord("a"),),)), {ord("b")}),
-        (TokenRules(allowed=(ord("a"), ord("z"))), {ord("a")}),
+        (TokenRules(allowed=(ord("a"), ord("b"), ord("z"))), {ord("a"), ord("b")}),
         (TokenRules(banned=((ord("b"), ord("a")),)), {ord("b")}),
     ],
 )
@@ -118,10 +119,36 @@ async def test_under_a_grammar(rules: TokenRules, expected: set[int]) -> None:
     tokenizer = Tokenizer.load(None, vocabulary, [stop])
     compiler = Compiler(tokenizer.token_table(vocabulary), HelperProcess())
     try:
-        grammar = compiler.restrict(await compiler.compile(GrammarSpec("regex", "b[ab]{3}")), rules)
+        spec = GrammarSpec("regex", "b[ab]{3}")
+        grammar = await compiler.restrict(await compiler.compile(spec), rules, "bad_words")
         assert follow(grammar, [ord("b")], vocabulary) == expected
         matcher: Any = grammar.matcher()
         assert matcher.stepper.accept([matcher.state], [ord("z")]) != [None]
+    finally:
+        compiler.close()
+        tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "rules"),
+    [
+        (None, TokenRules((5,), ((5,),))),
+        (GrammarSpec("choice", '["yes", "no"]'), TokenRules(allowed=(ord("a"),))),
+        (GrammarSpec("regex", "b+"), TokenRules(banned=((ord("b"),),))),
+        (GrammarSpec("json_object"), TokenRules(allowed=(ord("a"), 258))),
+    ],
+)
+async def test_rules_that_contradict_a_constraint_are_refused(
+    spec: GrammarSpec | None, rules: TokenRules
+) -> None:
+    """Before anything is queued: such a request would fail at its first token."""
+    tokenizer = Tokenizer.load(None, 300, [258])
+    compiler = Compiler(tokenizer.token_table(300), HelperProcess())
+    try:
+        grammar = None if spec is None else await compiler.compile(spec)
+        with pytest.raises(RequestError, match="leaves no token") as caught:
+            await compiler.restrict(grammar, rules, "allowed_token_ids")
+        assert caught.value.param == "allowed_token_ids"
     finally:
         compiler.close()
         tokenizer.close()

@@ -286,7 +286,8 @@ async def test_a_grammar_that_broke_is_compiled_anew(compiler: Compiler, ruled: 
     first = await broken(compiler)
     assert await broken(compiler) is first
     before = compiler.cached_bytes
-    run(compiler.restrict(first, TokenRules(banned=((5,),))) if ruled else first, [*b'{"q":"W', END])
+    rules = TokenRules(banned=((5,),))
+    run(await compiler.restrict(first, rules, "bad_words") if ruled else first, [*b'{"q":"W', END])
     second = await broken(compiler)
     assert second is not first and compiler.cached_bytes == before
     assert not run(second, list(b'{"q'))

@@ -15,7 +15,17 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.multipart import MultipartReader
 
-from app.api.request.routing import AFTER, DELETED, LISTED, Routes, Schema, limited, page
+from app.api.request.routing import (
+    AFTER,
+    DELETED,
+    LISTED,
+    ORDER,
+    Routes,
+    Schema,
+    limited,
+    newest_first,
+    page,
+)
 from app.batch import Batches
 from app.batch.records import FileRecord
 from app.batch.store import Disk, Page, Store
@@ -56,7 +66,7 @@ UPLOAD: Schema = {
 QUERY: Schema = {
     "purpose": {"type": "string"},
     "after": AFTER,
-    "order": {"type": "string", "description": "`asc`; anything else is newest first"},
+    "order": ORDER,
     "limit": limited(10_000),
 }
 
@@ -217,7 +227,7 @@ def _too_large() -> BodyTooLarge:
 async def files(request: web.Request) -> object:
     """The list, newest first unless `order=asc`."""
     query = request.query
-    purpose, after, newest = query.get("purpose"), query.get("after"), query.get("order") != "asc"
+    purpose, after, newest = query.get("purpose"), query.get("after"), newest_first(query)
     limit = page_limit(query.get("limit"), 10_000, 10_000)
     store, wanted, owner = request.app[BATCHES].store, Page(after, limit + 1, newest), tenant()
     listed = await store.run(lambda disk: disk.files(owner, purpose, wanted))

@@ -19,6 +19,7 @@ from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.http.tenant import permit
 from app.service import Loaded, Service
+from core.errors import field_error
 
 B = TypeVar("B", bound=msgspec.Struct)
 Schema = dict[str, Any]
@@ -146,6 +147,15 @@ CHOICES = "id object created model choices"
 DELETED = "id object deleted"
 LISTED = "object data first_id last_id has_more"
 AFTER: Schema = {"type": "string"}
+ORDER: Schema = {"type": "string", "enum": ["asc", "desc"]}
+
+
+def newest_first(query: Mapping[str, str]) -> bool:
+    """By `order`, and without it. Raises `RequestError`."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise field_error("order", "must be 'asc' or 'desc'")
+    return order == "desc"
 
 
 def page(listed: Sequence[object], ids: Sequence[object], limit: int) -> dict[str, object]:

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from app.api.request.prompts import prompt_ids
-from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited, page
+from app.api.request.routing import AFTER, DELETED, LISTED, ORDER, Routes, limited, newest_first, page
 from app.api.request.sampling import current
 from app.api.responses.background import DIALECT, RESPONSES, Live
 from app.api.responses.disk import Doc, Record, decode_items
@@ -146,7 +146,7 @@ def _not_streamed() -> RequestError:
 @ROUTES.add(
     "GET /v1/responses/{id}/input_items",
     has=LISTED,
-    query={"after": AFTER, "order": {"type": "string", "enum": ["asc", "desc"]}, "limit": limited(MAX_PAGE)},
+    query={"after": AFTER, "order": ORDER, "limit": limited(MAX_PAGE)},
 )
 async def input_items(request: web.Request) -> object:
     """The request's own items, newest first unless asked otherwise; those before are with the
@@ -159,10 +159,7 @@ async def input_items(request: web.Request) -> object:
     else:
         stored = (await responses.store.get(whose, id)).input
         items = await asyncio.to_thread(decode_items, stored)
-    order = request.query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise field_error("order", "must be 'asc' or 'desc'")
-    if order == "desc":
+    if newest_first(request.query):
         items.reverse()
     if after := request.query.get("after"):
         places = [i for i, item in enumerate(items) if item.get("id") == after]
