@@ -99,7 +99,8 @@ void silu_mul(const float *both, float *out, long rows, long width)
 #pragma omp parallel for num_threads(threads) if (rows * width > PARALLEL)
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < width; i += 8) {
-            f8 x = *(const f8 *)(both + row * 2 * width + i), up = *(const f8 *)(both + (row * 2 + 1) * width + i);
+            f8 x = *(const f8 *)(both + row * 2 * width + i);
+            f8 up = *(const f8 *)(both + (row * 2 + 1) * width + i);
             *(f8 *)(out + row * width + i) = x / (1.0f + exponential(-x)) * up;
         }
 }
@@ -146,17 +147,20 @@ INLINE f8 scores_of(const float *q, const float *k, const long tokens[8], long d
     f8 products[8];
     for (int key = 0; key < 8; key++) products[key] = all(0.0f);
     for (long i = 0; i < dim; i += 8)
-        for (int key = 0; key < 8; key++) products[key] += *(const f8 *)(q + i) * *(const f8 *)(k + tokens[key] + i);
+        for (int key = 0; key < 8; key++)
+            products[key] += *(const f8 *)(q + i) * *(const f8 *)(k + tokens[key] + i);
     __m256 sums[2];
     for (int half = 0; half < 2; half++) {
         const __m256 *each = (const __m256 *)products + 4 * half;
         sums[half] = _mm256_hadd_ps(_mm256_hadd_ps(each[0], each[1]), _mm256_hadd_ps(each[2], each[3]));
     }
-    return (f8)_mm256_permute2f128_ps(sums[0], sums[1], 0x20) + (f8)_mm256_permute2f128_ps(sums[0], sums[1], 0x31);
+    __m256 low = _mm256_permute2f128_ps(sums[0], sums[1], 0x20);
+    return (f8)(low + _mm256_permute2f128_ps(sums[0], sums[1], 0x31));
 }
 
 /* sums [8 * vectors] += shares of `keys` keys times their values. */
-INLINE void add_values(int vectors, float *sums, const float *shares, const float *v, const long *tokens, long keys)
+INLINE void add_values(int vectors, float *sums, const float *shares, const float *v, const long *tokens,
+                       long keys)
 {
     f8 found[4];
     for (int i = 0; i < vectors; i++) found[i] = *(const f8 *)(sums + 8 * i);
@@ -251,32 +255,35 @@ static void quantise(const float *x, int16_t *numbers, float *units, long rows, 
 /* Sums of TILE outputs, and the weights of a pair of inputs for each: a pair of 16-bit numbers of x meets those
  * of eight or sixteen outputs in one instruction. */
 #ifdef __AVX512VNNI__
-typedef __m512i tile;
+typedef __m512i sixteen;
 
-INLINE tile no_sums(void) { return _mm512_setzero_si512(); }
-INLINE tile weights_at(const int8_t *w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)w)); }
+INLINE sixteen no_sums(void) { return _mm512_setzero_si512(); }
+INLINE sixteen weights_at(const int8_t *w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)w)); }
 
-INLINE void add_products(tile *sums, tile weights, int32_t pair)
+INLINE void add_products(sixteen *sums, sixteen weights, int32_t pair)
 {
     *sums = _mm512_dpwssd_epi32(*sums, weights, _mm512_set1_epi32(pair));
     __asm__("" : "+v"(*sums));
 }
 
-INLINE void add_sums(float *to, tile sums) { _mm512_storeu_ps(to, _mm512_loadu_ps(to) + _mm512_cvtepi32_ps(sums)); }
+INLINE void add_sums(float *to, sixteen sums)
+{
+    _mm512_storeu_ps(to, _mm512_loadu_ps(to) + _mm512_cvtepi32_ps(sums));
+}
 #else
 typedef struct {
     __m256i low, high;
-} tile;
+} sixteen;
 
-INLINE tile no_sums(void) { return (tile){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE sixteen no_sums(void) { return (sixteen){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 
-INLINE tile weights_at(const int8_t *w)
+INLINE sixteen weights_at(const int8_t *w)
 {
     const __m128i *at = (const __m128i *)w;
-    return (tile){_mm256_cvtepi8_epi16(_mm_loadu_si128(at)), _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1))};
+    return (sixteen){_mm256_cvtepi8_epi16(_mm_loadu_si128(at)), _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1))};
 }
 
-INLINE void add_products(tile *sums, tile weights, int32_t pair)
+INLINE void add_products(sixteen *sums, sixteen weights, int32_t pair)
 {
     __m256i value = _mm256_set1_epi32(pair);
     sums->low = _mm256_add_epi32(sums->low, _mm256_madd_epi16(weights.low, value));
@@ -285,7 +292,7 @@ INLINE void add_products(tile *sums, tile weights, int32_t pair)
     __asm__("" : "+x"(sums->low), "+x"(sums->high));
 }
 
-INLINE void add_sums(float *to, tile sums)
+INLINE void add_sums(float *to, sixteen sums)
 {
     *(f8 *)to += (f8)_mm256_cvtepi32_ps(sums.low);
     *(f8 *)(to + 8) += (f8)_mm256_cvtepi32_ps(sums.high);
@@ -297,12 +304,12 @@ INLINE void add_sums(float *to, tile sums)
 INLINE void multiply_rows(int rows, int ahead, const int8_t *w, const int16_t *x, long inputs, long pairs,
                           float sums[ROWS][TILE])
 {
-    tile acc[ROWS];
+    sixteen acc[ROWS];
     for (int r = 0; r < rows; r++) acc[r] = no_sums();
     for (long i = 0; i < pairs; i++) {
         const int8_t *at = w + i * 2 * TILE;
         if (ahead && i % 2 == 0) _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
-        tile weights = weights_at(at);
+        sixteen weights = weights_at(at);
         for (int r = 0; r < rows; r++) {
             int32_t pair;
             __builtin_memcpy(&pair, x + r * inputs + 2 * i, sizeof pair);
