@@ -80,6 +80,21 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 """Of all prompts, or of each."""
 
 
+_OPEN: set[LLM] = set()
+"""What is not closed yet, in this process."""
+
+
+def _close_all() -> None:
+    for llm in list(_OPEN):
+        llm.close()
+
+
+# Not by atexit: executors have refused work by then, and threads that end in the middle of native code abort
+# the process (exit code 134). In a child after a fork the threads are gone, and `close` finds them ended.
+_threading: Any = threading
+_threading._register_atexit(_close_all)
+
+
 class LLM:
     """A model in this process.
 
@@ -120,10 +135,11 @@ class LLM:
         self._adapting = asyncio.Lock()
         self._closed = False
         started: Future[asyncio.AbstractEventLoop] = Future()
-        # A daemon: a program that forgets to close must still be able to end.
+        # A daemon, closed at the exit: a program that forgets to close must still be able to end.
         self._thread = threading.Thread(target=self._serve, args=(started,), name="loom-offline", daemon=True)
         self._thread.start()
         self._loop = started.result()
+        _OPEN.add(self)
 
     @property
     def name(self) -> str:
@@ -148,6 +164,7 @@ class LLM:
         Idempotent."""
         if not self._closed:
             self._closed = True
+            _OPEN.discard(self)
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 

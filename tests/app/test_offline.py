@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from app import offline
 from app.offline import LLM, Output
 from bench.chaos.tiny import dummy_model
 from core.errors import ConfigError, ContextExceeded, RequestError, Unavailable
+from tests.rigs.wait import PATIENCE
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 HI = [{"role": "user", "content": "hi"}]
@@ -222,3 +225,28 @@ def test_replicas_share_the_prompts(llm: LLM, tmp_path: Path) -> None:
         assert [output.token_ids for output in two.generate(prompts, GREEDY)] == expected
         finished = [each.finished for each in two._live.submitter.statistics()]
         assert finished == [{"length": 6}] * 2
+
+
+FORGETS = """
+import sys
+from pathlib import Path
+from tests.app.test_offline import GREEDY, HI, load
+llm = load(Path(sys.argv[1]))
+print(len(llm.chat(HI, GREEDY)[0].token_ids))
+pending = llm.stream("x", max_tokens=200, ignore_eos=True)
+print(next(pending) is not None)
+"""
+
+
+def test_a_program_that_forgets_to_close_ends_well(tmp_path: Path) -> None:
+    """Also while an answer is being made. It aborted, or hung, when threads met the interpreter's end."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["12", "True"]), done.stderr
+    assert "terminate called" not in done.stderr and "Traceback" not in done.stderr
