@@ -13,7 +13,7 @@ from gpu.state.view import StepView
 
 
 class CpuAttention(TorchAttention):
-    """`TorchAttention` of layers without cap, sinks and latents. Trees of drafts are left to torch.
+    """`TorchAttention` of layers without cap, sinks and latents. Torch attends to trees of drafts.
 
     Owner: launch thread.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,9 @@ from gpu.survey import survey
 from tests.rigs import tiny_model
 from tests.rigs.driver import serve
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="no compiler, or no x86 CPU with AVX2")
+pytestmark = pytest.mark.skipif(
+    shutil.which("gcc") is None or not torch.cpu._is_avx2_supported(), reason="no gcc, or no CPU with AVX2"
+)
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
@@ -239,7 +242,7 @@ def test_a_compiler_that_fails_is_reported(
 
 
 def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library is made for this process alone, and nothing of it stays."""
+    """The library is compiled for this process only, and its file is deleted."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")

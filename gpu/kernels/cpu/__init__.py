@@ -45,7 +45,7 @@ class DecodeRows(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How many of the last keys a layer sees, 0 for all, and what their scores are multiplied by."""
+    """Sliding window of a layer in keys, 0 for none, and the softmax scale."""
 
     window: int
     scale: float
@@ -132,7 +132,7 @@ class Kernels:
     def attend(
         self, q: Tensor, heads: Heads, pool: Tensor, decode: DecodeRows, out: Tensor, scores: Scores
     ) -> None:
-        """Attention of the decode rows, which `q` [n, queries, dim] and `out` [n, queries * dim] begin with.
+        """Compute decode attention for the first rows of `q` [n, queries, dim] into `out` [n, queries * dim].
         A token of `q` is contiguous, `pool` as in `store_kv`."""
         rows, table, size, slots, lengths = decode
         self._functions.attend(

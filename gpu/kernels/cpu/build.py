@@ -1,7 +1,7 @@
 """Compiles `step.c` on the machine that runs it, once, as Triton does with what a GPU needs.
 
-Without a compiler, or on another CPU than x86 with AVX2, a step consists of torch's operations, and products
-of 8 bits are FBGEMM's or oneDNN's.
+Where gcc is missing, or the CPU has no AVX2, torch runs the step, and FBGEMM or oneDNN multiplies weights of
+8 bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def lack() -> str:
-    """Why this machine has no kernels, in words for whoever operates it; empty where it has them."""
+    """Return the reason why this machine has no kernels, for the operator; empty if it has them."""
     return _find()[1]
 
 
@@ -111,6 +111,6 @@ def _openmp() -> Path | None:
 
 
 def _features() -> str:
-    """What `-march=native` means here: a cache may be shared by machines."""
+    """Return the CPU features that `-march=native` compiles for. Other machines may share the cache."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "model name"))}))
