@@ -57,6 +57,7 @@ from gpu.ops.cpu import CpuOps, choose_cpu_kernels, fits
 from gpu.ops.plain import TorchOps
 from gpu.ops.ranks import RankOps, TableOps
 from gpu.parts import Parts, Sizes, Target
+from gpu.quant import q4
 from gpu.ranks import Rank
 from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
@@ -254,6 +255,11 @@ def foresee(
     return memory_table(_memory(settled.spec, target, settled.sizes, cache, sharing, free))
 
 
+def _unquantised(source: Path) -> ModelSpec:
+    """The spec of a checkpoint, whatever share of a .gguf file's matrices has 4 bits."""
+    return msgspec.structs.replace(spec_of(source), fours=0.0)
+
+
 class _Settled(NamedTuple):
     """What follows from settings and checkpoint. `spec` is that of one rank of the `whole` model."""
 
@@ -276,7 +282,8 @@ def _settle(
     fp8, mxfp4 = "" if int4 else choose_fp8(spec, model, target), choose_mxfp4(spec, model, target)
     eight, w8a8 = choose_int8(spec, model, target), choose_w8a8(spec, model, target)
     schedule = with_budget(schedule, target.device, eight and spec.moe is None)
-    whole = msgspec.structs.replace(spec, int4=int4, fp8=fp8, w8a8=w8a8, mxfp4=mxfp4, int8=eight)
+    fours = spec.fours if eight and q4.runs_here() else 0.0
+    whole = msgspec.structs.replace(spec, int4=int4, fp8=fp8, w8a8=w8a8, mxfp4=mxfp4, int8=eight, fours=fours)
     check_pages(whole, target, cache)
     own = shard_spec(whole, parallel.tp)
     sizes = choose_sizes(own, model, schedule, target.device)
@@ -298,7 +305,7 @@ class _Loader(NamedTuple):
     def load(self, rank: Rank | None, path: str) -> CausalModel:
         """The model of `path`, or the part of it that `rank` has."""
         spec, source, targets, dummy, progress = self
-        if Path(path) != source and spec_of(Path(path)) != spec_of(source):
+        if Path(path) != source and _unquantised(Path(path)) != _unquantised(source):
             raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
         weights, shard = None if dummy else Path(path), ALONE if rank is None else rank.shard
         local = shard.rank % len(targets)

@@ -15,6 +15,7 @@ from core.models import ModelSpec
 from core.models.quant import MXFP4_GROUP
 from gpu.kv.pool import KvPool
 from gpu.kv.states import StatePool
+from gpu.quant import q4
 from gpu.quant.scaled import FP8
 
 GIB = 2**30
@@ -301,7 +302,7 @@ def _adapters(needs: Needs) -> str:
 def weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dtype) -> int:
     """Of so many parameters, `tables` among them. Routers count as 8 bits and scales of those not at all:
     under 0.1% together. Of 4 bits each group has a scale and a zero point, and layers that a checkpoint
-    excepts count as if it did not, in MXFP4 too."""
+    excepts count as if it did not, in MXFP4 too; on a CPU their share is known."""
     if spec.mxfp4 is not None and (moe := spec.moe) is not None:
         packed = 3 * len(moe.layers) * moe.experts * spec.hidden * moe.intermediate
         return (parameters - packed) * dtype.itemsize + packed // 2 + packed // MXFP4_GROUP
@@ -310,6 +311,8 @@ def weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dty
     if spec.held_tables:
         tables = 0
     each: float = FP8.itemsize
+    if spec.int8:
+        each -= spec.fours * (1 - q4.BYTES)
     if (int4 := spec.int4) is not None:
         each = 0.5 + (2 * dtype.itemsize / int4.group if int4.group else 0.0)
     return tables * dtype.itemsize + int((parameters - tables) * each)

@@ -5,6 +5,7 @@ What a field means is as llama.cpp's converter (convert_hf_to_gguf.py, conversio
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -42,6 +43,10 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 
 _PLAIN = (None, 0, 1, 32)
 """Values of `general.file_type` of files in float32, float16 and bfloat16; the others are quantised."""
+
+
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
+"""Formats of 4 bits with a scale and an offset for each 32 weights, which `gpu.quant.q4` holds."""
 
 
 class GgufFacts(NamedTuple):
@@ -182,13 +187,27 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
         "attention_bias": file.has("blk.0.attn_q.bias"),
     }
     if facts.fields.get("general.file_type") not in _PLAIN:
-        config["quantization_config"] = {"quant_method": "gguf"}
+        config["quantization_config"] = {"quant_method": "gguf", "four_bits": _four_bits(facts)}
     if file.kind in _OWN:
         config |= _OWN[file.kind](file, config)
     for name in ("bos", "eos"):
         if (token := facts.fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             config[f"{name}_token_id"] = token
     return config
+
+
+def _four_bits(facts: GgufFacts) -> float:
+    """The share of weights in formats of `FOUR_BITS`. Experts are not counted as such, nor is an embedding
+    beside a head counted at all."""
+    matrices = {name: shape for name, shape in facts.shapes.items() if len(shape) > 1}
+    if "output.weight" in matrices:
+        del matrices["token_embd.weight"]
+    fours = (
+        math.prod(shape)
+        for name, shape in matrices.items()
+        if len(shape) == 2 and facts.formats.get(name) in FOUR_BITS
+    )
+    return sum(fours) / sum(map(math.prod, matrices.values()))
 
 
 Own = Callable[[_File, Mapping[str, Any]], dict[str, Any]]

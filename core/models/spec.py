@@ -93,8 +93,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     partial: float = 1.0
     """Share of head_dim, from its start, that is rotated."""
     original_max: int = 0
-    """Positions of the unscaled model (dynamic, llama3, yarn, longrope; linear, where they are not those of
-    the config)."""
+    """Positions of the unscaled model (dynamic, llama3, yarn, longrope, some linear ones)."""
     low_freq: float = 1.0
     high_freq: float = 4.0
     """llama3: wavelengths above original_max / low_freq are stretched fully, below
@@ -111,8 +110,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Factor of attention scores from `mscale_all_dim` (DeepSeek), for every kind of rope."""
     long: bool = False
     """longrope: what wavelengths are stretched by where no text is longer than `original_max`, and where some
-    may be (`long`). A text does not change from one to the other as it grows, as it does in transformers:
-    keys that are cached would be wrong."""
+    may be (`long`). Unlike in transformers a text that grows keeps one: cached keys would be wrong."""
 
 
 class Mxfp4(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,8 +132,8 @@ class ClampedGate(msgspec.Struct, frozen=True, kw_only=True):
     limit: float
 
 
-Held = Fp8 | Int4 | Held8 | W8A8
-"""How a matrix is held; "": in the dtype of the computation."""
+Held = Fp8 | Int4 | Held8 | W8A8 | Literal["q4"]
+"""How a matrix is held; "": in the dtype of the computation, "q4": as `gpu.quant.q4` has it."""
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,6 +334,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint is a .gguf file whose matrices are quantised, the tables among them."""
     int8: bool = False
     """As `fp8`: matrices that the checkpoint has quantised are 8-bit integers while serving, on a CPU."""
+    fours: float = 0.0
+    """The share of a .gguf file's weights that have 4 bits, as where `int8` they do while serving."""
     ranks: int = 1
     """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""
     kv_copies: int = 1

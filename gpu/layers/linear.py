@@ -11,7 +11,7 @@ from core.models import Held, Int4
 from gpu.device import multiplies_bfloat16
 from gpu.lora import LoraMatrix
 from gpu.ops.base import Input, Matrix, Ops, Part, PendingProduct
-from gpu.quant import int8
+from gpu.quant import int8, q4
 from gpu.quant.int4 import WORD, span
 from gpu.quant.scaled import dtype_of, scale_shape
 
@@ -44,9 +44,10 @@ class Linear:
     ) -> None:
         """`held`: hold the weight so, if its sides allow."""
         outputs = sum(parts.values())
-        self._packed, self._packs_int8 = False, held == "int8"
+        self._packed = False
+        self._packs = int8.pack if held == "int8" else q4.pack if held == "q4" else None
         self.int8: int8.Packed | None = None
-        """The weight of 8 bits once it is sealed on a CPU; the matrix's is empty then."""
+        """The weight of 8 or 4 bits once it is sealed on a CPU; the matrix's is empty then."""
         self._parts = dict(parts)
         weight, scale = _empty(list(parts.values()), inputs, held, dtype, device)
         self.matrix = Matrix(
@@ -104,7 +105,7 @@ class Linear:
     def rows(self) -> int:
         """Rows of a part, of a product that is computed in parts; 0 where it is computed at once. With
         adapters it is computed at once: they refer to the rows of the whole step."""
-        parts = self._packs_int8 and self.matrix.lora is None
+        parts = self._packs is not None and self.matrix.lora is None
         return int8.rows_at_once(sum(self._parts.values())) if parts else 0
 
     def adapt(self, lora: LoraMatrix) -> None:
@@ -118,13 +119,13 @@ class Linear:
         oneDNN's blocked layout, the one torch's own compiler packs into; F.linear calls MKL on plain
         rows instead. Measured on one AVX-512 core with 576 to 49,152 outputs: 1.3 times the speed at
         1 row, 1.7 to 2.3 times at 8, 1.1 times at 336. In bfloat16, where the CPU multiplies it, 1.1 to
-        2.1 times at 1 row and 1.3 to 3.1 times at 8. Matrices of 8 bits have a layout of their own.
+        2.1 times at 1 row and 1.3 to 3.1 times at 8. Matrices of 8 and 4 bits have layouts of their own.
         """
         weight, scale = self.matrix.weight, self.matrix.scale
-        if self._packs_int8:
-            assert scale is not None, "8 bits without scales"
+        if self._packs is not None:
+            assert scale is not None, "8 or 4 bits without scales"
             self.matrix = self.matrix._replace(weight=weight.new_empty(0))
-            self.int8, self._packed = int8.pack(weight, scale), True
+            self.int8, self._packed = self._packs(weight, scale), True
             return
         packs = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
         packs = packs and weight.device.type == "cpu"
@@ -135,7 +136,7 @@ class Linear:
 
     def places(self, prefix: str) -> Places:
         """`{prefix}{part}.weight`, `.weight_scale` and `.bias` of every part. Of 4 bits the scales of a part
-        are [outputs, groups, 2], not contiguous."""
+        are [outputs, groups, 2], on a GPU not contiguous."""
         found: Places = {}
         weight, bias, scale, _ = self.matrix
         first, outputs = 0, len(weight)
@@ -180,6 +181,9 @@ def _empty(
     elif held == "int8":
         numbers = torch.empty(outputs, inputs, dtype=torch.int8, device=device)
         return numbers, torch.empty(outputs, dtype=torch.float32, device=device)
+    elif held == "q4":
+        words = torch.empty(outputs, inputs // q4.WORD, dtype=torch.int32, device=device)
+        return words, torch.empty(outputs, inputs // q4.GROUP, 2, dtype=torch.float16, device=device)
     elif (scales := scale_shape(held, parts, inputs)) is not None:
         scale = torch.empty(scales, dtype=torch.float32, device=device)
         return torch.empty(outputs, inputs, dtype=dtype_of(held), device=device), scale

@@ -168,7 +168,7 @@ def _place(own: Experts, prefix: str, parameters: Parameters) -> None:
         name, split = f"{prefix}{expert}.{part}_proj", ROW if part == "down" else COLUMN
         views = {kind: _part(up[expert], down[expert], part) for kind, (up, down) in kinds.items()}
         if own.is_int4:
-            parameters.place_int4(f"{name}.weight", views["weight"], views["weight_scale"], split)
+            parameters.place_words(f"{name}.weight", views["weight"], views["weight_scale"], split)
             continue
         for kind, view in views.items():
             parameters.place(f"{name}.{kind}", view, split)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -11,9 +11,12 @@ from core.env import usable_cpus
 from core.models import Held
 from gpu.layers.linear import Linear, Places
 from gpu.lora import Adaptable, LoraShape
-from gpu.quant.int4 import WORD
+from gpu.quant import int4, q4
 from gpu.shard import ALONE, Shard, Slice, Split, slice_of
 from gpu.thread import device_thread
+
+_WORDS = {torch.int16: int4.WORD, torch.int32: q4.WORD}
+"""Numbers in a word of matrices of 4 bits, by its dtype."""
 
 
 class Parameters:
@@ -32,6 +35,8 @@ class Parameters:
         """Functions that lay weights out for the device once they are final."""
         self.adaptable: list[Adaptable] = []
         """What adapters may change."""
+        self.fours: Collection[str] = ()
+        """Layers of 8 bits that the checkpoint has in 4, as a CPU multiplies them, too."""
         self.places: Places = {}
         self.slices: dict[str, Slice] = {}
 
@@ -73,11 +78,9 @@ class Parameters:
         split: Split | None = None,
     ) -> Linear:
         """See `Linear`. `prefix` stands before the names of its parts. Sizes are those of the rank, whose
-        matrix is the part by `split`; None: each rank has all of it. Where one of the parts is not
-        quantised none is."""
+        matrix is the part by `split`; None: each rank has all of it."""
         partial = split is not None and split.dim == 1
-        if not isinstance(held, str) and not all(held.has(prefix + part) for part in parts):
-            held = ""
+        held = self._held(held, [prefix + part for part in parts], inputs)
         linear = Linear(
             inputs, parts, self.dtype, self.device, bias and not (partial and self.shard.rank), held
         )
@@ -91,15 +94,21 @@ class Parameters:
         self.adaptable.append(Adaptable(LoraShape(names, inputs, slices=slices), linear.adapt))
         return linear
 
+    def _held(self, held: Held, parts: Sequence[str], inputs: int) -> Held:
+        """How a matrix is held. Where one of its parts is not quantised, or not in 4 bits, none is."""
+        if held == "int8" and inputs % q4.GROUP == 0 and all(part in self.fours for part in parts):
+            return "q4"
+        return held if isinstance(held, str) or all(map(held.has, parts)) else ""
+
     def _place_parts(self, linear: Linear, prefix: str, split: Split | None) -> None:
         views = linear.places(prefix)
         for name, view in views.items():
             part, _, kind = name.removeprefix(prefix).rpartition(".")
             copies = 1 if split is None else split.copies.get(part, 1)
-            if kind == "bias" or not linear.matrix.is_int4:
+            if kind == "bias" or linear.matrix.weight.dtype not in _WORDS:
                 self.place(name, view, split, copies)
             elif kind == "weight":
-                self.place_int4(name, view, views[f"{name}_scale"], split, copies)
+                self.place_words(name, view, views[f"{name}_scale"], split, copies)
 
     def pass_over(self, name: str, *shape: int) -> None:
         """Take nothing of the tensor `name`, which has that `shape`: a bias that another rank adds to the sum
@@ -113,14 +122,14 @@ class Parameters:
         if name in self.slices:
             self.slices[other] = self.slices.pop(name)
 
-    def place_int4(
+    def place_words(
         self, name: str, words: torch.Tensor, scale: torch.Tensor, split: Split | None = None, copies: int = 1
     ) -> None:
-        """Fill `words` and their `scale` [outputs, groups, 2] (`gpu.quant.int4`) with the rank's part of the
-        matrix `name`. What it has of both is said of the weights that they stand for."""
+        """Fill `words` and their `scale` [outputs, groups, 2] (`gpu.quant.int4`, `gpu.quant.q4`) with the
+        rank's part of the matrix `name`. What it has of both is said of the weights that they stand for."""
         self.places |= {name: words, f"{name}_scale": scale}
         if split is not None and self.shard.ranks > 1:
-            shape = len(words), words.shape[1] * WORD
+            shape = len(words), words.shape[1] * _WORDS[words.dtype]
             self.slices[name] = slice_of(self.shard, shape, split, copies)
 
     def place(self, name: str, view: torch.Tensor, split: Split | None = None, copies: int = 1) -> None:

@@ -5,7 +5,7 @@ Which facts differ between families stands in `ModelSpec`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -181,10 +181,12 @@ class Decoder(CausalModel):
         device: torch.device,
         shard: Shard = ALONE,
         table: FileRows | None = None,
+        fours: Collection[str] = (),
     ) -> None:
-        """`table`: the checkpoint's embedding, which stays in its file."""
+        """`table`: the checkpoint's embedding, which stays in its file. `fours`: see `Parameters`."""
         super().__init__(spec, dtype, device, shard)
         parameters, vocabulary = self._parameters, COLUMN._replace(total=spec.vocab_size)
+        parameters.fours = {*fours, "lm_head"} if spec.tied and TABLE in fours else fours
         own = slice_of(shard, (spec.vocab_rows, spec.hidden), vocabulary)
         if table is None:
             self.embedding = parameters.tensor(

@@ -115,7 +115,8 @@ def pack(numbers: Tensor, scale: Tensor) -> Packed:
     assert numbers.is_contiguous(), "oneDNN's packing ignores strides"
     outputs, inputs = numbers.shape
     if inputs % INPUTS == 0 and (own := kernels()) is not None:
-        return Packed(outputs, inputs, (), scale, (own, Weight(interleave(numbers), scale, outputs)))
+        weight = Weight(interleave(numbers.view(torch.int16)), scale, outputs)
+        return Packed(outputs, inputs, (), scale, (own, weight))
     if by_onednn():
         return Packed(outputs, inputs, (torch.ops.onednn.qlinear_prepack(numbers, None),), scale)
     step = max(BLOCK // inputs, 1)

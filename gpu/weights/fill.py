@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from core.errors import ModelError
 from gpu.layers.linear import Places
-from gpu.quant import int8
-from gpu.quant.int4 import WORD
+from gpu.quant import int4, int8, q4
 from gpu.quant.scaled import EIGHT_BITS, FP8
 from gpu.shard import Slices
 from gpu.weights.experts import Stack, stack_of
@@ -59,6 +58,23 @@ class Coarse(Protocol):
 
     def floats(self) -> torch.Tensor:
         """float32 [outputs, inputs]."""
+        ...
+
+
+@runtime_checkable
+class Fine(Coarse, Protocol):
+    """One of 4 bits, as `gpu.quant.q4` has them."""
+
+    def part(self, dim: int, start: int, size: int) -> Fine:
+        """See `Coarse.part`."""
+        ...
+
+    def slabs(self) -> Iterator[tuple[int, Fine]]:
+        """See `Coarse.slabs`."""
+        ...
+
+    def fours(self) -> q4.Numbers:
+        """Return its numbers and scales."""
         ...
 
 
@@ -202,6 +218,8 @@ class Filler:
             dtype = self._places[part].dtype
             if dtype == torch.int16 and isinstance(own, Packed):
                 self._put_words(part, own)
+            elif dtype == torch.int32 and isinstance(own, Fine):
+                self._put_fours(part, own)
             elif dtype == FP8:  # a scale may be of rows of several slabs
                 self._put(part, torch.cat([slab.floats() for _, slab in own.slabs()]), None)
             else:
@@ -232,6 +250,24 @@ class Filler:
         self._filled[name] = None
         if place.dtype == torch.int8:
             self._filled[name + "_scale"] = None
+
+    def _put_fours(self, name: str, matrix: Fine) -> None:
+        """`put_coarse` into the place `name`, in 4 bits on a CPU."""
+        if name in self._filled:
+            raise ModelError(f"The checkpoint holds {name} twice.")
+        place, scale = self._places[name], self._places[name + "_scale"]
+        part = self._slices.get(name)
+        if part is not None and part.dim == 0:
+            matrix = matrix.part(0, part.start, part.size)
+        for first, slab in matrix.slabs() if len(place) else ():
+            numbers, scales = slab.fours()
+            if part is not None and part.dim == 1:
+                last = part.start + part.size
+                numbers = numbers[:, part.start : last]
+                scales = scales[:, part.start // q4.GROUP : last // q4.GROUP]
+            own = slice(first, first + len(numbers))
+            q4.store(place[own], scale[own], q4.Numbers(numbers, scales))
+        self._filled |= dict.fromkeys((name, name + "_scale"))
 
     def _put_words(self, name: str, packed: Packed) -> None:
         """`put_coarse` into the place `name`."""
@@ -275,7 +311,8 @@ class Filler:
             return part.shape
         shape = tuple(self._places[name].shape)
         # Of 4 bits a place has words.
-        return (*shape[:-1], shape[-1] * WORD) if self._places[name].dtype == torch.int16 else shape
+        each = {torch.int16: int4.WORD, torch.int32: q4.WORD}.get(self._places[name].dtype, 1)
+        return (*shape[:-1], shape[-1] * each)
 
     def _place_name(self, name: str) -> str:
         """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderTensor, 
 
 from core.errors import ModelError
 from core.models.gguf import FACTORS, check_parts, gguf_config, gguf_facts, gguf_parts
-from gpu.quant import mxfp4
+from gpu.quant import mxfp4, q4
 from gpu.quant.rows import FileRows
 from gpu.weights.files import Progress, Task, run_tasks
 from gpu.weights.fill import Filler
@@ -223,6 +223,10 @@ class _Matrix(NamedTuple):
             raise ModelError(f"Cannot dequantise {self.name} of the GGUF file: {error}.") from error
         return torch.from_numpy(values)
 
+    def fours(self) -> q4.Numbers:
+        """The numbers of a matrix whose name is among `fours_of_gguf`."""
+        return q4.read(self.kind.name, np.asarray(self.rows))
+
 
 class _Rows(NamedTuple):
     """Rows of a tensor in the mapped file, or made of those of several, for one tensor of a checkpoint.
@@ -383,6 +387,21 @@ def _file_rows(path: Path, tensor: ReaderTensor) -> FileRows:
         return _Matrix(name, kind, read, inputs).floats().numpy()
 
     return FileRows(path, int(tensor.data_offset), int(tensor.n_bytes) // rows, (rows, inputs), restore)
+
+
+def fours_of_gguf(path: Path, fused: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Names of a file's layers that are read into 4 bits (`gpu.quant.q4`), and of the parts that are `fused`
+    there. Raises `ModelError`."""
+    fields, tensors = _open(path)
+    layout, kind, found = _layout(tensors, fields), str(fields.get("general.architecture")), set()
+    for tensor in tensors:
+        own = tensor.name.split(".", 2)[-1]
+        as_it_is = own not in layout.joined and len(tensor.shape) == 2
+        if as_it_is and tensor.tensor_type.name in q4.FORMATS:
+            name = hf_name(tensor.name, kind).removesuffix(".weight")
+            before, _, last = name.rpartition(".")
+            found |= {name, *(f"{before}.{part}" for part in fused.get(last, ()))}
+    return frozenset(found)
 
 
 def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: Progress) -> None:

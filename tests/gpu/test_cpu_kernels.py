@@ -165,7 +165,7 @@ def test_product(kernels: Kernels, rows: int, inputs: int, outputs: int) -> None
     x[-1, 0] = 1000.0
     top = x.abs().amax(-1, keepdim=True)
     rounded = (x * (torch.tensor(8127.0) / top)).round().double() * top / 8127
-    weight = Weight(interleave(numbers.clone()), scale, outputs)
+    weight = Weight(interleave(numbers.clone().view(torch.int16)), scale, outputs)
     found = kernels.multiply(x, weight, bias)
     wanted = rounded @ numbers.double().t() * scale + bias
     bound = (rounded.abs() @ numbers.double().abs().t() * scale + 1) * 1e-6
@@ -176,7 +176,7 @@ def test_product(kernels: Kernels, rows: int, inputs: int, outputs: int) -> None
 def test_interleaved_weights_take_no_second_place() -> None:
     numbers = torch.randint(-128, 128, (64, 32), dtype=torch.int8)
     before = numbers.clone()
-    found = interleave(numbers)
+    found = interleave(numbers.view(torch.int16))
     assert found.data_ptr() == numbers.data_ptr()
     assert torch.equal(found.view(torch.int8).view(4, 16, 16, 2), before.view(4, 16, 16, 2).transpose(1, 2))
 

@@ -15,18 +15,14 @@ import msgspec
 import pytest
 import torch
 
-from core.adapters import LINEAR, AdapterLimits
-from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import ModelError
-from core.models import ModelSpec
-from core.request import SamplingParams
-from gpu.build import Beside, build_executor, spec_of
-from gpu.device import CudaFacts, multiplies_bfloat16
+from gpu.build import spec_of
+from gpu.device import multiplies_bfloat16
 from gpu.kernels.cpu import kernels
 from gpu.layers import Linear
 from gpu.memory import plan_memory
 from gpu.models.base import CausalModel
-from gpu.parts import Target
 from gpu.quant import int8, scaled
 from gpu.quant.rows import FileRows
 from gpu.shard import Shard
@@ -34,17 +30,15 @@ from gpu.sizes import with_budget
 from gpu.weight_formats import choose_int8, shard_spec
 from gpu.weights import load_model
 from tests.rigs import gguf_file, lora, mxfp4_files, tiny_model
-from tests.rigs.driver import Answer, Driver
+from tests.rigs.cpu_weights import AUTO, EXACT, ON_CPU, SIZES, answers, held
+from tests.rigs.driver import Answer
 from tests.rigs.fp8_files import per_channel, quantised
-from tests.rigs.int4_files import KINDS, WIDE, quantise
+from tests.rigs.int4_files import KINDS, quantise
 from tests.rigs.runner import CPU
 
 pytestmark = pytest.mark.skipif(not int8.runs_here(), reason="torch has no such product on this CPU")
 
 Kind = gguf.GGMLQuantizationType
-SIZES = {**WIDE, "initializer_range": 0.1}
-"""Of wide matrices, and less steep than other tiny models: what rounding changes they do not multiply."""
-ON_CPU = Target(CPU, torch.float32, CudaFacts("no GPU"))
 
 
 # -- products ---------------------------------------------------------------------------------------
@@ -144,12 +138,6 @@ def test_a_product_runs_none_of_torchs_checks_of_packed_matrices(monkeypatch: py
 # -- loading ------------------------------------------------------------------------------------------
 
 
-def held(path: Path) -> ModelSpec:
-    spec = spec_of(path)
-    assert choose_int8(spec, ModelConfig(), ON_CPU)
-    return msgspec.structs.replace(spec, int8=True)
-
-
 def gguf_of(variant: str, folder: Path, kind: Kind = Kind.Q8_0, **fields: Any) -> Path:
     tiny = tiny_model.build(variant, folder / "hf", **SIZES, **fields)
     return gguf_file.write(folder / "tiny.gguf", variant, tiny.reference, True, kind)
@@ -161,7 +149,7 @@ def awq(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q5_1], ids=lambda kind: kind.name)
 def test_matrices_of_a_gguf_and_its_tables(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,44 +277,8 @@ def test_steps_of_dense_matrices_are_short(asked: dict[str, int], tokens: int) -
 
 # -- the whole engine --------------------------------------------------------------------------------
 
-PROMPTS = [[int(i * 37 % 241) + 3 for i in range(n)] for n in (90, 23, 40)]
-PARAMS = [SamplingParams(temperature=0.0, max_tokens=n, logprobs=2, prompt_logprobs=0) for n in (6, 12, 4)]
-LIMITS = AdapterLimits(places=1, max_rank=8, host=2, targets=LINEAR)
-
 MEAN, MOST = 0.1, 0.6
 """Of the difference of a prompt token's log-probability, over a prompt and at most."""
-
-
-EXACT = ModelConfig(device="cpu", quantization="none", dtype="float32")
-AUTO = ModelConfig(device="cpu")
-
-
-def answers(
-    path: Path,
-    model: ModelConfig,
-    tp: int = 1,
-    adapter: Path | None = None,
-    then: Path | None = None,
-    says: str = "int8",
-) -> list[Answer]:
-    """Of prompts in chunks beside decode rows, with weights held as it `says`; of those of `then` where that
-    is given."""
-    schedule = ScheduleConfig(step_tokens=32, max_running=4)
-    beside = Beside(parallel=ParallelConfig(tp=tp), adapters=None if adapter is None else LIMITS)
-    cache = CacheConfig(page_size=4, kv_tokens=2048)
-    made = build_executor(spec_of(path), path, model, cache, schedule, lambda stage, share: None, beside)
-    assert made.capabilities.weight_dtype == ("float32" if model is EXACT else says)
-    made.prepare(lambda share: None)
-    driver = Driver(made, schedule)
-    try:
-        if then is not None:
-            driver.reload(then)
-        if adapter is None:
-            return driver.run(PROMPTS, PARAMS)
-        driver.load("one", adapter)
-        return driver.run(PROMPTS, PARAMS, adapters=["one", "", "one"])
-    finally:
-        driver.close()
 
 
 def alike(found: list[Answer], want: list[Answer]) -> None:

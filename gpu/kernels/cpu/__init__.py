@@ -20,7 +20,7 @@ TILE = 16
 """Outputs of a product whose weights lie together."""
 
 PIECE = 2**20
-"""Weights that are interleaved at once."""
+"""Weights that are interleaved at once, or words of them."""
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
@@ -52,11 +52,17 @@ class Scores(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Of a product, int8, as `interleave` lays it out, with a `scale` for each of its `outputs`."""
+    """Of a product with so many `outputs`. Of 8 bits: `numbers` int16, pairs of inputs, as `interleave` lays
+    them out, and `scale` float32 [outputs]. Of 4 bits: both as `interleave` lays out those of
+    `gpu.quant.q4`, int32 and int16."""
 
     numbers: Tensor
     scale: Tensor
     outputs: int
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.numbers.dtype == torch.int32 else 8
 
 
 class Kernels:
@@ -71,7 +77,7 @@ class Kernels:
             ("silu_mul", "ppll"),
             ("store_kv", "pllllppppfppl"),
             ("attend", "plpplllpllppllf"),
-            ("multiply", "pppppplll"),
+            ("multiply", "lpppppplll"),
         ):
             function = getattr(functions, name)
             function.argtypes, function.restype = [_TYPES[each] for each in types], None
@@ -154,8 +160,10 @@ class Kernels:
         """x Wᵀ + b of `x` [n, inputs]: [n, outputs]."""
         numbers, scale, outputs = weight
         rows, inputs = x.shape
-        out, space = torch.empty(rows, outputs), torch.empty(rows * (inputs + 2), dtype=torch.int16)
+        out = torch.empty(rows, outputs)
+        space = torch.empty(rows * (inputs + 2 + inputs // 16), dtype=torch.int16)
         self._functions.multiply(
+            weight.bits,
             x.data_ptr(),
             numbers.data_ptr(),
             scale.data_ptr(),
@@ -169,16 +177,15 @@ class Kernels:
         return out
 
 
-def interleave(numbers: Tensor) -> Tensor:
-    """Lay out `numbers` int8 [outputs, inputs] for `Kernels.multiply`: [outputs / TILE, inputs / 2, TILE, 2].
-    In place where outputs are a multiple of TILE."""
-    outputs, inputs = numbers.shape
-    pairs = numbers.view(torch.int16)
+def interleave(units: Tensor) -> Tensor:
+    """Lay out `units` [outputs, n] so that those of TILE outputs lie beside each other: [outputs / TILE, n *
+    TILE], with zeros behind the last output. In place where outputs are a multiple of TILE."""
+    outputs, n = units.shape
     if outputs % TILE:
-        pairs = torch.nn.functional.pad(pairs, (0, 0, 0, -outputs % TILE))
-    tiles = pairs.view(-1, inputs // 2 * TILE)
-    for some in torch.split(tiles, max(PIECE // (inputs * TILE), 1)):
-        turned = some.view(-1, TILE, inputs // 2).transpose(1, 2).contiguous()
+        units = torch.nn.functional.pad(units, (0, 0, 0, -outputs % TILE))
+    tiles = units.view(-1, n * TILE)
+    for some in torch.split(tiles, max(PIECE // (n * TILE), 1)):
+        turned = some.view(-1, TILE, n).transpose(1, 2).contiguous()
         some.copy_(turned.view_as(some))
     return tiles
 

@@ -1,4 +1,4 @@
-/* A step's operations in float32 on x86 CPUs with AVX2, between and of products of 8 bits.
+/* A step's operations in float32 on x86 CPUs with AVX2, between and of products of weights in 8 and 4 bits.
  *
  * torch has each of them as 3 to 12 operations, which take 2 to 10 us each while weights pass through the
  * core's caches: three quarters of a token of a small model. Here each is one pass over its rows.
@@ -30,6 +30,7 @@ enum {
     TILE = 16,          /* outputs that are multiplied at once, by ROWS rows at most */
     AHEAD = 2048,       /* bytes between weights that are multiplied and those that are fetched */
     SLAB = 1 << 16,     /* bytes of weights that stay in a core's cache while rows pass */
+    SHARED = 32,        /* inputs whose weights of 4 bits share a scale and an offset */
 };
 
 static int threads = 1;
@@ -270,6 +271,20 @@ INLINE void add_sums(float *to, sixteen sums)
 {
     _mm512_storeu_ps(to, _mm512_loadu_ps(to) + _mm512_cvtepi32_ps(sums));
 }
+
+INLINE sixteen words_at(const uint8_t *w) { return _mm512_loadu_si512(w); }
+
+INLINE sixteen fours(sixteen words, int pair)
+{
+    return _mm512_and_si512(_mm512_srli_epi16(words, 4 * pair), _mm512_set1_epi16(15));
+}
+
+INLINE void add_scaled(float *to, sixteen sums, const uint16_t *scales, float of_x)
+{
+    __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
+    __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + TILE)));
+    _mm512_storeu_ps(to, _mm512_loadu_ps(to) + _mm512_cvtepi32_ps(sums) * scale + of_x * offset);
+}
 #else
 typedef struct {
     __m256i low, high;
@@ -296,6 +311,27 @@ INLINE void add_sums(float *to, sixteen sums)
 {
     *(f8 *)to += (f8)_mm256_cvtepi32_ps(sums.low);
     *(f8 *)(to + 8) += (f8)_mm256_cvtepi32_ps(sums.high);
+}
+
+INLINE sixteen words_at(const uint8_t *w)
+{
+    const __m256i *at = (const __m256i *)w;
+    return (sixteen){_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+
+INLINE sixteen fours(sixteen words, int pair)
+{
+    __m256i four = _mm256_set1_epi16(15);
+    return (sixteen){_mm256_and_si256(_mm256_srli_epi16(words.low, 4 * pair), four),
+                     _mm256_and_si256(_mm256_srli_epi16(words.high, 4 * pair), four)};
+}
+
+INLINE f8 halves(const uint16_t *from) { return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+
+INLINE void add_scaled(float *to, sixteen sums, const uint16_t *scales, float of_x)
+{
+    *(f8 *)to += (f8)_mm256_cvtepi32_ps(sums.low) * halves(scales) + of_x * halves(scales + TILE);
+    *(f8 *)(to + 8) += (f8)_mm256_cvtepi32_ps(sums.high) * halves(scales + 8) + of_x * halves(scales + TILE + 8);
 }
 #endif
 
@@ -336,29 +372,115 @@ static void multiply_tile(long rows, int ahead, const int8_t *w, const int16_t *
     }
 }
 
-/* out [rows, outputs] = x wT + bias, if any, of x [rows, inputs] and w [outputs / TILE, inputs / 2, TILE, 2], with
- * outputs of 0 behind the last, and a scale for each output. `space` has rows * (inputs + 2) numbers. Sums of at
- * most INPUTS products are exact. */
-void multiply(const float *x, const int8_t *w, const float *scale, const float *bias, float *out, int16_t *space,
-              long rows, long inputs, long outputs)
+/* A matrix of a product, with outputs of 0 behind the last.
+ *
+ * Of 8 bits: w [outputs / TILE, inputs / 2, TILE, 2], and a float for each output to scale it by.
+ *
+ * Of 4 bits: w [outputs / TILE, inputs / 8, TILE] words of 32 bits. Bits 4 n to 4 n + 3 of the lower half are
+ * input 2 n of eight, of the upper half input 2 n + 1: shifted by 4 n, a word is a pair of 16-bit numbers.
+ * scales [outputs / TILE, inputs / SHARED, 2, TILE] are float16, first the scales, then the offsets. */
+struct matrix {
+    const void *w, *scales;
+    long inputs, outputs;
+};
+
+/* x [rows, inputs] as numbers times a unit for each row, and for 4 bits the sum of the numbers that share a
+ * scale, [rows, inputs / SHARED]. */
+struct numbers {
+    const int16_t *x;
+    const float *units, *of_x;
+};
+
+/* sums [height][TILE] of rows from `row` on by a tile of outputs of 8 bits. Those of at most INPUTS products are
+ * exact. */
+INLINE void tile_of_bytes(struct matrix m, struct numbers n, long row, long height, long tile,
+                          float sums[ROWS][TILE])
 {
-    int16_t *numbers = space;
-    float *units = (float *)(space + rows * inputs);
-    quantise(x, numbers, units, rows, inputs);
-    long tiles = (outputs + TILE - 1) / TILE, slab = rows > ROWS ? SLAB / (TILE * inputs) + 1 : 1;
+    const int8_t *w = (const int8_t *)m.w + tile * TILE * m.inputs;
+    for (long i = 0; i < m.inputs; i += INPUTS)
+        multiply_tile(height, row == 0, w + i * TILE, n.x + row * m.inputs + i, m.inputs,
+                      MIN(m.inputs - i, INPUTS) / 2, sums);
+}
+
+/* The same of 4 bits, of a constant number of rows. */
+INLINE void multiply_fours(int rows, struct matrix m, struct numbers n, long row, long tile,
+                           float sums[ROWS][TILE])
+{
+    long groups = m.inputs / SHARED;
+    const uint8_t *w = (const uint8_t *)m.w + tile * TILE * m.inputs / 2;
+    const uint16_t *scales = (const uint16_t *)m.scales + tile * groups * 2 * TILE;
+    for (long group = 0; group < groups; group++) {
+        const int16_t *x = n.x + row * m.inputs + group * SHARED;
+        sixteen acc[ROWS];
+        for (int r = 0; r < rows; r++) acc[r] = no_sums();
+        for (int i = 0; i < SHARED; i += 8, w += 4 * TILE) {
+            if (row == 0) _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);
+            sixteen words = words_at(w);
+            for (int pair = 0; pair < 4; pair++) {
+                sixteen weights = fours(words, pair);
+                for (int r = 0; r < rows; r++) {
+                    int32_t both;
+                    __builtin_memcpy(&both, x + r * m.inputs + i + 2 * pair, sizeof both);
+                    add_products(&acc[r], weights, both);
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            add_scaled(sums[r], acc[r], scales + group * 2 * TILE, n.of_x[(row + r) * groups + group]);
+    }
+}
+
+static void tile_of_fours(struct matrix m, struct numbers n, long row, long height, long tile,
+                          float sums[ROWS][TILE])
+{
+    switch (height) {
+#define CASE(rows) case rows: multiply_fours(rows, m, n, row, tile, sums); break;
+        CASE(1) CASE(2) CASE(3)
+#if ROWS > 4
+        CASE(4) CASE(5) CASE(6) CASE(7)
+#endif
+#undef CASE
+    default:
+        multiply_fours(ROWS, m, n, row, tile, sums);
+    }
+}
+
+/* of_x [groups] = sums of SHARED numbers of x. */
+static void add_up(const int16_t *x, float *of_x, long groups)
+{
+    __m256i ones = _mm256_set1_epi16(1);
+    for (long group = 0; group < groups; group++) {
+        const __m256i *at = (const __m256i *)(x + group * SHARED);
+        __m256i both = _mm256_add_epi32(_mm256_madd_epi16(_mm256_loadu_si256(at), ones),
+                                        _mm256_madd_epi16(_mm256_loadu_si256(at + 1), ones));
+        of_x[group] = sum((f8)_mm256_cvtepi32_ps(both));
+    }
+}
+
+/* out [rows, outputs] = x wT + bias, if any, of x [rows, inputs] and a matrix of so many bits, 4 or 8. `space` has
+ * rows * (inputs + 2 + inputs / 16) numbers. */
+void multiply(long bits, const float *x, const void *w, const void *scales, const float *bias, float *out,
+              int16_t *space, long rows, long inputs, long outputs)
+{
+    float *units = (float *)(space + rows * inputs), *of_x = units + rows;
+    const float *scale = bits == 8 ? scales : 0;
+    struct matrix m = {w, scales, inputs, outputs};
+    struct numbers n = {space, units, of_x};
+    quantise(x, space, units, rows, inputs);
+    if (bits == 4) add_up(space, of_x, rows * (inputs / SHARED));
+    long tiles = (outputs + TILE - 1) / TILE, slab = rows > ROWS ? SLAB * 8 / bits / (TILE * inputs) + 1 : 1;
 #pragma omp parallel for num_threads(threads) if (outputs * inputs > PARALLEL)
     for (long first = 0; first < tiles; first += slab)
         for (long row = 0; row < rows; row += ROWS)
             for (long tile = first; tile < MIN(first + slab, tiles); tile++) {
                 long height = MIN(rows - row, ROWS), o = tile * TILE, width = MIN(outputs - o, TILE);
                 float sums[ROWS][TILE] = {{0.0f}};
-                for (long i = 0; i < inputs; i += INPUTS)
-                    multiply_tile(height, row == 0, w + o * inputs + i * TILE, numbers + row * inputs + i, inputs,
-                                  MIN(inputs - i, INPUTS) / 2, sums);
+                if (bits == 8) tile_of_bytes(m, n, row, height, tile, sums);
+                else tile_of_fours(m, n, row, height, tile, sums);
                 for (long r = 0; r < height; r++) {
                     float *to = out + (row + r) * outputs + o, unit = units[row + r];
                     for (long c = 0; c < width; c++)
-                        to[c] = sums[r][c] * (unit * scale[o + c]) + (bias ? bias[o + c] : 0.0f);
+                        to[c] = sums[r][c] * (unit * (scale ? scale[o + c] : 1.0f)) + (bias ? bias[o + c] : 0.0f);
                 }
             }
 }
