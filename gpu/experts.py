@@ -56,7 +56,7 @@ class Experts(NamedTuple):
     biases       [experts, 2 * width] and [experts, hidden], where there are any; of ranks the first adds the
                  second one alone
     clamped      how gate and up are joined; None: activation(gate) · up
-    matrices     w13 and w2 on a CPU in 8 bits, a matrix of `gpu.quant.int8.pack` for each expert; the two
+    matrices     w13 and w2 on a CPU in 8 or 4 bits, a `gpu.quant.int8.Packed` for each expert; the two
                  tensors are empty then
     """
 

@@ -197,16 +197,11 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
 
 
 def _four_bits(facts: GgufFacts) -> float:
-    """The share of weights in formats of `FOUR_BITS`. Experts are not counted as such, nor is an embedding
-    beside a head counted at all."""
+    """The share of weights in formats of `FOUR_BITS`. An embedding beside a head is not counted."""
     matrices = {name: shape for name, shape in facts.shapes.items() if len(shape) > 1}
     if "output.weight" in matrices:
         del matrices["token_embd.weight"]
-    fours = (
-        math.prod(shape)
-        for name, shape in matrices.items()
-        if len(shape) == 2 and facts.formats.get(name) in FOUR_BITS
-    )
+    fours = (math.prod(shape) for name, shape in matrices.items() if facts.formats.get(name) in FOUR_BITS)
     return sum(fours) / sum(map(math.prod, matrices.values()))
 
 

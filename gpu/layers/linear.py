@@ -49,7 +49,7 @@ class Linear:
         self.int8: int8.Packed | None = None
         """The weight of 8 or 4 bits once it is sealed on a CPU; the matrix's is empty then."""
         self._parts = dict(parts)
-        weight, scale = _empty(list(parts.values()), inputs, held, dtype, device)
+        weight, scale = empty_matrix(list(parts.values()), inputs, held, dtype, device)
         self.matrix = Matrix(
             weight, torch.empty(outputs, dtype=dtype, device=device) if bias else None, scale
         )
@@ -166,7 +166,7 @@ def gated_mlp(x: Input, up: Linear, down: Linear, ops: Ops, activation: str) -> 
     return out
 
 
-def _empty(
+def empty_matrix(
     parts: list[int], inputs: int, held: Held, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A weight, and its scale where it has one."""

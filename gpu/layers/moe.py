@@ -11,11 +11,11 @@ from core.models.quant import MXFP4_GROUP
 from core.models.spec import W8A8, Fp8
 from gpu.context import ForwardContext
 from gpu.experts import Choice, Experts, Packed
-from gpu.layers.linear import Linear, gated_mlp
-from gpu.layers.parameters import Parameters
+from gpu.layers.linear import Linear, empty_matrix, gated_mlp
+from gpu.layers.parameters import WORDS, Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Input, Part
-from gpu.quant import int8, mxfp4
+from gpu.quant import int8, mxfp4, q4
 from gpu.quant.int4 import WORD
 from gpu.quant.scaled import INT8, dtype_of, scale_shape
 from gpu.shard import COLUMN, ROW
@@ -96,13 +96,15 @@ class SparseMlp:
             torch.cuda.empty_cache()  # else the free memory that is measured next lacks the former layout's
 
     def _pack_int8(self) -> None:
-        """Lay weights of 8 bits out for a CPU, an expert at a time."""
+        """Lay weights of 8 or 4 bits out for a CPU, an expert at a time."""
         own = self._experts
-        assert own.scales is not None, "8 bits without scales"
-        (s13, s2), pack = own.scales, int8.pack
-        packed = list(map(pack, own.w13, s13)), list(map(pack, own.w2, s2))
+        assert own.scales is not None, "8 or 4 bits without scales"
+        up, down = (
+            list(map(int8.pack if weight.dtype == INT8 else q4.pack, weight, scale))
+            for weight, scale in zip((own.w13, own.w2), own.scales, strict=True)
+        )
         empty = own.w13.new_empty(0)
-        self._experts = own._replace(w13=empty, w2=empty, matrices=packed)
+        self._experts = own._replace(w13=empty, w2=empty, matrices=(up, down))
 
     def _adapt_up(self, lora: LoraMatrix) -> None:
         self._experts = self._experts._replace(lora=self._experts.lora._replace(up=lora))
@@ -127,7 +129,7 @@ def _weights(
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """w13, w2 and scales of `Experts`, uninitialised.
 
-    They are left plain when the weights are final, but for 8 bits on a CPU: packing 3 × experts small
+    They are left plain when the weights are final, but for 8 and 4 bits on a CPU: packing 3 × experts small
     matrices a layer would lose the one tensor that grouped kernels want."""
     dtype, device, scales, share = parameters.dtype, parameters.device, None, 1
     sizes = (2 * moe.intermediate, spec.hidden), (spec.hidden, moe.intermediate)
@@ -139,8 +141,9 @@ def _weights(
         up, down = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
         dtype, scales = dtype_of(spec.eight_bits), (up, down)
     elif spec.int8:
-        up, down = (empty((outputs,), torch.float32) for outputs, _ in sizes)
-        dtype, scales = INT8, (up, down)
+        w13, s13 = _coarse(moe, sizes[0], ("gate", "up"), prefix, parameters)
+        w2, s2 = _coarse(moe, sizes[1], ("down",), prefix, parameters)
+        return w13, w2, (s13, s2)
     elif spec.mxfp4 is not None and spec.mxfp4.has(prefix.removesuffix(".")):
         up, down = (empty((outputs, inputs // MXFP4_GROUP), torch.uint8) for outputs, inputs in sizes)
         dtype, scales, share = torch.uint8, (up, down), 2
@@ -150,6 +153,18 @@ def _weights(
         dtype, scales, share = torch.int16, (up, down), WORD
     w13, w2 = (empty((outputs, inputs // share), dtype) for outputs, inputs in sizes)
     return w13, w2, scales
+
+
+def _coarse(
+    moe: MoeSpec, size: tuple[int, int], parts: tuple[str, ...], prefix: str, parameters: Parameters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [experts, outputs, ...] of 8 or 4 bits and their scales, on a CPU."""
+    (outputs, inputs), count = size, moe.experts
+    names = [f"{prefix}{expert}.{part}_proj" for expert, part in product(range(count), parts)]
+    held = parameters.held("int8", names, inputs)
+    weight, scale = empty_matrix([outputs] * count, inputs, held, parameters.dtype, parameters.device)
+    assert scale is not None, "8 or 4 bits without scales"
+    return weight.view(count, outputs, -1), scale.view(count, outputs, *scale.shape[1:])
 
 
 def _are_int4(int4: Int4, moe: MoeSpec, prefix: str) -> bool:
@@ -167,7 +182,7 @@ def _place(own: Experts, prefix: str, parameters: Parameters) -> None:
     for expert, part in product(range(len(own.w13)), ("gate", "up", "down")):
         name, split = f"{prefix}{expert}.{part}_proj", ROW if part == "down" else COLUMN
         views = {kind: _part(up[expert], down[expert], part) for kind, (up, down) in kinds.items()}
-        if own.is_int4:
+        if views["weight"].dtype in WORDS:
             parameters.place_words(f"{name}.weight", views["weight"], views["weight_scale"], split)
             continue
         for kind, view in views.items():

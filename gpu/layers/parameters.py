@@ -15,7 +15,7 @@ from gpu.quant import int4, q4
 from gpu.shard import ALONE, Shard, Slice, Split, slice_of
 from gpu.thread import device_thread
 
-_WORDS = {torch.int16: int4.WORD, torch.int32: q4.WORD}
+WORDS = {torch.int16: int4.WORD, torch.int32: q4.WORD}
 """Numbers in a word of matrices of 4 bits, by its dtype."""
 
 
@@ -80,7 +80,7 @@ class Parameters:
         """See `Linear`. `prefix` stands before the names of its parts. Sizes are those of the rank, whose
         matrix is the part by `split`; None: each rank has all of it."""
         partial = split is not None and split.dim == 1
-        held = self._held(held, [prefix + part for part in parts], inputs)
+        held = self.held(held, [prefix + part for part in parts], inputs)
         linear = Linear(
             inputs, parts, self.dtype, self.device, bias and not (partial and self.shard.rank), held
         )
@@ -94,7 +94,7 @@ class Parameters:
         self.adaptable.append(Adaptable(LoraShape(names, inputs, slices=slices), linear.adapt))
         return linear
 
-    def _held(self, held: Held, parts: Sequence[str], inputs: int) -> Held:
+    def held(self, held: Held, parts: Sequence[str], inputs: int) -> Held:
         """How a matrix is held. Where one of its parts is not quantised, or not in 4 bits, none is."""
         if held == "int8" and inputs % q4.GROUP == 0 and all(part in self.fours for part in parts):
             return "q4"
@@ -105,7 +105,7 @@ class Parameters:
         for name, view in views.items():
             part, _, kind = name.removeprefix(prefix).rpartition(".")
             copies = 1 if split is None else split.copies.get(part, 1)
-            if kind == "bias" or linear.matrix.weight.dtype not in _WORDS:
+            if kind == "bias" or linear.matrix.weight.dtype not in WORDS:
                 self.place(name, view, split, copies)
             elif kind == "weight":
                 self.place_words(name, view, views[f"{name}_scale"], split, copies)
@@ -129,7 +129,7 @@ class Parameters:
         rank's part of the matrix `name`. What it has of both is said of the weights that they stand for."""
         self.places |= {name: words, f"{name}_scale": scale}
         if split is not None and self.shard.ranks > 1:
-            shape = len(words), words.shape[1] * _WORDS[words.dtype]
+            shape = len(words), words.shape[1] * WORDS[words.dtype]
             self.slices[name] = slice_of(self.shard, shape, split, copies)
 
     def place(self, name: str, view: torch.Tensor, split: Split | None = None, copies: int = 1) -> None:

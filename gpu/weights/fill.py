@@ -11,7 +11,8 @@ import torch
 
 from core.errors import ModelError
 from gpu.layers.linear import Places
-from gpu.quant import int4, int8, q4
+from gpu.layers.parameters import WORDS
+from gpu.quant import int8, q4
 from gpu.quant.scaled import EIGHT_BITS, FP8
 from gpu.shard import Slices
 from gpu.weights.experts import Stack, stack_of
@@ -310,9 +311,8 @@ class Filler:
         if (part := self._slices.get(name)) is not None:
             return part.shape
         shape = tuple(self._places[name].shape)
-        # Of 4 bits a place has words.
-        each = {torch.int16: int4.WORD, torch.int32: q4.WORD}.get(self._places[name].dtype, 1)
-        return (*shape[:-1], shape[-1] * each)
+        each = WORDS.get(self._places[name].dtype)
+        return shape if each is None else (*shape[:-1], shape[-1] * each)
 
     def _place_name(self, name: str) -> str:
         """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""

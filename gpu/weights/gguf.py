@@ -396,9 +396,10 @@ def fours_of_gguf(path: Path, fused: Mapping[str, Sequence[str]]) -> frozenset[s
     layout, kind, found = _layout(tensors, fields), str(fields.get("general.architecture")), set()
     for tensor in tensors:
         own = tensor.name.split(".", 2)[-1]
-        as_it_is = own not in layout.joined and len(tensor.shape) == 2
-        if as_it_is and tensor.tensor_type.name in q4.FORMATS:
-            name = hf_name(tensor.name, kind).removesuffix(".weight")
+        if own in layout.joined or tensor.tensor_type.name not in q4.FORMATS:
+            continue
+        names = [name.removesuffix(".weight") for name, _ in layout.rows(hf_name(tensor.name, kind), tensor)]
+        for name in names:
             before, _, last = name.rpartition(".")
             found |= {name, *(f"{before}.{part}" for part in fused.get(last, ()))}
     return frozenset(found)

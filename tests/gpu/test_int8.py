@@ -30,7 +30,7 @@ from gpu.sizes import with_budget
 from gpu.weight_formats import choose_int8, shard_spec
 from gpu.weights import load_model
 from tests.rigs import gguf_file, lora, mxfp4_files, tiny_model
-from tests.rigs.cpu_weights import AUTO, EXACT, ON_CPU, SIZES, answers, held
+from tests.rigs.cpu_weights import ALL, AUTO, EXACT, ON_CPU, SIZES, answers, held
 from tests.rigs.driver import Answer
 from tests.rigs.fp8_files import per_channel, quantised
 from tests.rigs.int4_files import KINDS, quantise
@@ -310,10 +310,6 @@ def fp8(folder: Path) -> Path:
     path = tiny_model.build("llama", folder / "hf", **SIZES).path
     quantised(path, per_channel, "_scale", {"quant_method": "fbgemm_fp8"})
     return path
-
-
-ALL: dict[str, Any] = {"num_experts_per_tok": 4}
-"""Of the experts: a router that takes some takes others near a tie, and tells nothing of rounding."""
 
 
 def experts_gguf(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +22,9 @@ from tests.rigs.runner import CPU
 
 SIZES = {**WIDE, "initializer_range": 0.1}
 """Of wide matrices, and less steep than other tiny models: what rounding changes they do not multiply."""
+ALL: dict[str, Any] = {"num_experts_per_tok": 4}
+"""Of the experts: a router that takes some takes others near a tie, and tells nothing of rounding."""
+
 ON_CPU = Target(CPU, torch.float32, CudaFacts("no GPU"))
 
 PROMPTS = [[int(i * 37 % 241) + 3 for i in range(n)] for n in (90, 23, 40)]
