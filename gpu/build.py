@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from core.adapters import AdapterLimits
 from core.config import (
@@ -255,11 +255,6 @@ def foresee(
     return memory_table(_memory(settled.spec, target, settled.sizes, cache, sharing, free))
 
 
-def _unquantised(source: Path) -> ModelSpec:
-    """The spec of a checkpoint, whatever share of a .gguf file's matrices has 4 bits."""
-    return msgspec.structs.replace(spec_of(source), fours=0.0)
-
-
 class _Settled(NamedTuple):
     """What follows from settings and checkpoint. `spec` is that of one rank of the `whole` model."""
 
@@ -282,8 +277,8 @@ def _settle(
     fp8, mxfp4 = "" if int4 else choose_fp8(spec, model, target), choose_mxfp4(spec, model, target)
     eight, w8a8 = choose_int8(spec, model, target), choose_w8a8(spec, model, target)
     schedule = with_budget(schedule, target.device, eight and spec.moe is None)
-    fours = spec.fours if eight and q4.runs_here() else 0.0
-    whole = msgspec.structs.replace(spec, int4=int4, fp8=fp8, w8a8=w8a8, mxfp4=mxfp4, int8=eight, fours=fours)
+    share = spec.q4_share if eight and q4.runs_here() else 0.0
+    whole = replace(spec, int4=int4, fp8=fp8, w8a8=w8a8, mxfp4=mxfp4, int8=eight, q4_share=share)
     check_pages(whole, target, cache)
     own = shard_spec(whole, parallel.tp)
     sizes = choose_sizes(own, model, schedule, target.device)
@@ -305,8 +300,10 @@ class _Loader(NamedTuple):
     def load(self, rank: Rank | None, path: str) -> CausalModel:
         """The model of `path`, or the part of it that `rank` has."""
         spec, source, targets, dummy, progress = self
-        if Path(path) != source and _unquantised(Path(path)) != _unquantised(source):
-            raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
+        if Path(path) != source:  # formats of a .gguf file's matrices may differ
+            own, other = (replace(spec_of(each), q4_share=0.0) for each in (source, Path(path)))
+            if other != own:
+                raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
         weights, shard = None if dummy else Path(path), ALONE if rank is None else rank.shard
         local = shard.rank % len(targets)
         device, dtype, _ = targets[local]

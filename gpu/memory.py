@@ -312,7 +312,7 @@ def weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dty
         tables = 0
     each: float = FP8.itemsize
     if spec.int8:
-        each -= spec.fours * (1 - q4.BYTES)
+        each -= spec.q4_share * (1 - q4.BYTES)
     if (int4 := spec.int4) is not None:
         each = 0.5 + (2 * dtype.itemsize / int4.group if int4.group else 0.0)
     return tables * dtype.itemsize + int((parameters - tables) * each)

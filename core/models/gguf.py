@@ -45,7 +45,7 @@ _PLAIN = (None, 0, 1, 32)
 """Values of `general.file_type` of files in float32, float16 and bfloat16; the others are quantised."""
 
 
-FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
+Q4_FORMATS = ("Q4_0", "Q4_1", "Q4_K")
 """Formats of 4 bits with a scale and an offset for each 32 weights, which `gpu.quant.q4` holds."""
 
 
@@ -187,7 +187,7 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
         "attention_bias": file.has("blk.0.attn_q.bias"),
     }
     if facts.fields.get("general.file_type") not in _PLAIN:
-        config["quantization_config"] = {"quant_method": "gguf", "four_bits": _four_bits(facts)}
+        config["quantization_config"] = {"quant_method": "gguf", "q4_share": _q4_share(facts)}
     if file.kind in _OWN:
         config |= _OWN[file.kind](file, config)
     for name in ("bos", "eos"):
@@ -196,13 +196,13 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
     return config
 
 
-def _four_bits(facts: GgufFacts) -> float:
-    """The share of weights in formats of `FOUR_BITS`. An embedding beside a head is not counted."""
+def _q4_share(facts: GgufFacts) -> float:
+    """The share of weights in formats of `Q4_FORMATS`. An embedding beside a head is not counted."""
     matrices = {name: shape for name, shape in facts.shapes.items() if len(shape) > 1}
     if "output.weight" in matrices:
         del matrices["token_embd.weight"]
-    fours = (math.prod(shape) for name, shape in matrices.items() if facts.formats.get(name) in FOUR_BITS)
-    return sum(fours) / sum(map(math.prod, matrices.values()))
+    held = (math.prod(shape) for name, shape in matrices.items() if facts.formats.get(name) in Q4_FORMATS)
+    return sum(held) / sum(map(math.prod, matrices.values()))
 
 
 Own = Callable[[_File, Mapping[str, Any]], dict[str, Any]]

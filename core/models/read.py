@@ -314,7 +314,7 @@ def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
     positions = fields.size("max_position_embeddings", defaults.max_position)
     if "rope" not in facts:
         facts["rope"] = read_rope(fields, positions, defaults.theta)
-    stored, share = _stored_integers(fields), fields.group("quantization_config").get("four_bits")
+    stored, share = _stored_integers(fields), fields.group("quantization_config").get("q4_share")
     return ModelSpec(
         architecture=architecture_of(fields),
         vocab_size=fields.size("vocab_size"),
@@ -334,7 +334,7 @@ def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
         stored_w8a8=stored if isinstance(stored, W8A8) else None,
         stored_mxfp4=read_mxfp4(fields.group("quantization_config")),
         stored_gguf=_is_gguf(fields),
-        fours=share if isinstance(share, float) else 0.0,
+        q4_share=share if isinstance(share, float) else 0.0,
         **facts,
     )
 

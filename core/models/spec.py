@@ -334,7 +334,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint is a .gguf file whose matrices are quantised, the tables among them."""
     int8: bool = False
     """As `fp8`: matrices that the checkpoint has quantised are 8-bit integers while serving, on a CPU."""
-    fours: float = 0.0
+    q4_share: float = 0.0
     """The share of a .gguf file's weights that have 4 bits, as where `int8` they do while serving."""
     ranks: int = 1
     """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""

@@ -35,7 +35,7 @@ class Parameters:
         """Functions that lay weights out for the device once they are final."""
         self.adaptable: list[Adaptable] = []
         """What adapters may change."""
-        self.fours: Collection[str] = ()
+        self.q4_layers: Collection[str] = ()
         """Layers of 8 bits that the checkpoint has in 4, as a CPU multiplies them, too."""
         self.places: Places = {}
         self.slices: dict[str, Slice] = {}
@@ -96,7 +96,7 @@ class Parameters:
 
     def held(self, held: Held, parts: Sequence[str], inputs: int) -> Held:
         """How a matrix is held. Where one of its parts is not quantised, or not in 4 bits, none is."""
-        if held == "int8" and inputs % q4.GROUP == 0 and all(part in self.fours for part in parts):
+        if held == "int8" and inputs % q4.GROUP == 0 and all(part in self.q4_layers for part in parts):
             return "q4"
         return held if isinstance(held, str) or all(map(held.has, parts)) else ""
 

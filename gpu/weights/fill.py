@@ -63,18 +63,18 @@ class Coarse(Protocol):
 
 
 @runtime_checkable
-class Fine(Coarse, Protocol):
+class Q4Matrix(Coarse, Protocol):
     """One of 4 bits, as `gpu.quant.q4` has them."""
 
-    def part(self, dim: int, start: int, size: int) -> Fine:
+    def part(self, dim: int, start: int, size: int) -> Q4Matrix:
         """See `Coarse.part`."""
         ...
 
-    def slabs(self) -> Iterator[tuple[int, Fine]]:
+    def slabs(self) -> Iterator[tuple[int, Q4Matrix]]:
         """See `Coarse.slabs`."""
         ...
 
-    def fours(self) -> q4.Numbers:
+    def nibbles(self) -> q4.Numbers:
         """Return its numbers and scales."""
         ...
 
@@ -219,8 +219,8 @@ class Filler:
             dtype = self._places[part].dtype
             if dtype == torch.int16 and isinstance(own, Packed):
                 self._put_words(part, own)
-            elif dtype == torch.int32 and isinstance(own, Fine):
-                self._put_fours(part, own)
+            elif dtype == torch.int32 and isinstance(own, Q4Matrix):
+                self._put_q4(part, own)
             elif dtype == FP8:  # a scale may be of rows of several slabs
                 self._put(part, torch.cat([slab.floats() for _, slab in own.slabs()]), None)
             else:
@@ -252,7 +252,7 @@ class Filler:
         if place.dtype == torch.int8:
             self._filled[name + "_scale"] = None
 
-    def _put_fours(self, name: str, matrix: Fine) -> None:
+    def _put_q4(self, name: str, matrix: Q4Matrix) -> None:
         """`put_coarse` into the place `name`, in 4 bits on a CPU."""
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
@@ -261,7 +261,7 @@ class Filler:
         if part is not None and part.dim == 0:
             matrix = matrix.part(0, part.start, part.size)
         for first, slab in matrix.slabs() if len(place) else ():
-            numbers, scales = slab.fours()
+            numbers, scales = slab.nibbles()
             if part is not None and part.dim == 1:
                 last = part.start + part.size
                 numbers = numbers[:, part.start : last]

@@ -223,8 +223,8 @@ class _Matrix(NamedTuple):
             raise ModelError(f"Cannot dequantise {self.name} of the GGUF file: {error}.") from error
         return torch.from_numpy(values)
 
-    def fours(self) -> q4.Numbers:
-        """The numbers of a matrix whose name is among `fours_of_gguf`."""
+    def nibbles(self) -> q4.Numbers:
+        """The numbers of a matrix whose name is among `q4_layers_of_gguf`."""
         return q4.read(self.kind.name, np.asarray(self.rows))
 
 
@@ -389,7 +389,7 @@ def _file_rows(path: Path, tensor: ReaderTensor) -> FileRows:
     return FileRows(path, int(tensor.data_offset), int(tensor.n_bytes) // rows, (rows, inputs), restore)
 
 
-def fours_of_gguf(path: Path, fused: Mapping[str, Sequence[str]]) -> frozenset[str]:
+def q4_layers_of_gguf(path: Path, fused: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Names of a file's layers that are read into 4 bits (`gpu.quant.q4`), and of the parts that are `fused`
     there. Raises `ModelError`."""
     fields, tensors = _open(path)

@@ -20,7 +20,7 @@ from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
 from gpu.weights.files import Progress, fill_from_safetensors, names_by_file, table_in_files
 from gpu.weights.fill import Filler, Names
-from gpu.weights.gguf import fill_from_gguf, fours_of_gguf, table_of_gguf
+from gpu.weights.gguf import fill_from_gguf, q4_layers_of_gguf, table_of_gguf
 from gpu.weights.stage import copier
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def load_model(
         if spec.encoder:
             model = Bert(spec, dtype, device)
         else:
-            model = Decoder(spec, dtype, device, shard, _table(spec, source), _fours(spec, source))
+            model = Decoder(spec, dtype, device, shard, _table(spec, source), _q4_layers(spec, source))
         places = model.places()
         if source is None:
             fill_dummy(places, device, model.slices)
@@ -79,11 +79,11 @@ def _table(spec: ModelSpec, source: Path | None) -> FileRows | None:
     return table_of_gguf(source) if source.suffix == ".gguf" else table_in_files(source)
 
 
-def _fours(spec: ModelSpec, source: Path | None) -> frozenset[str]:
+def _q4_layers(spec: ModelSpec, source: Path | None) -> frozenset[str]:
     """The layers that run in 4 bits on a CPU: those of a .gguf file that has them so."""
     if not spec.int8 or source is None or source.suffix != ".gguf" or not q4.runs_here():
         return frozenset()
-    return fours_of_gguf(source, family_of(spec.architecture).fused)
+    return q4_layers_of_gguf(source, family_of(spec.architecture).fused)
 
 
 def _tell_skipped(skipped: list[str], architecture: str, further: tuple[str, ...]) -> None:

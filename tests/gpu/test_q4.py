@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from core.config import CacheConfig
-from core.models.gguf import FOUR_BITS
+from core.models.gguf import Q4_FORMATS
 from gpu.build import spec_of
 from gpu.kernels.cpu import kernels
 from gpu.memory import plan_memory
@@ -143,13 +143,12 @@ def test_matrices_keep_their_numbers(
     monkeypatch.setattr("gpu.weights.gguf._SLAB", 3 * 128)
     for rank in range(ranks):
         model = load_model(shard_spec(held(file), ranks), file, torch.float32, CPU, shard=Shard(rank, ranks))
-        fours = {name: place for name, place in model.places().items() if place.dtype == torch.int32}
+        held_so = {name: place for name, place in model.places().items() if place.dtype == torch.int32}
         matrices = {name for name, place in want.items() if place.dim() == 2}
         untied = set() if fields.get("tie_word_embeddings") else {"model.embed_tokens.weight"}
-        assert set(fours) == matrices - untied - {
-            name for name in matrices if name.endswith("mlp.gate.weight")
-        }
-        for name, words in fours.items():
+        routers = {name for name in matrices if name.endswith("mlp.gate.weight")}
+        assert set(held_so) == matrices - untied - routers
+        for name, words in held_so.items():
             own = model.slices[name].of(want[name]) if ranks > 1 else want[name]
             found = restored(words, model.places()[f"{name}_scale"])[: len(own)]
             torch.testing.assert_close(found.float(), own, rtol=0, atol=float(own.abs().max()) * 4 * TURNS)
@@ -174,7 +173,7 @@ def test_memory_is_planned_for_the_numbers(
     # Routers, which are not quantised, count as 8 bits.
     found = bytes_of(load_model(spec, file, torch.float32, CPU).places())
     assert plan.weights == pytest.approx(found, rel=0.01 if "moe" in variant else 1e-5)
-    assert tuple(q4.FORMATS) == FOUR_BITS
+    assert tuple(q4.FORMATS) == Q4_FORMATS
 
 
 def test_parts_in_several_formats_have_8_bits(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ INLINE void add_sums(float *to, sixteen sums)
 
 INLINE sixteen words_at(const uint8_t *w) { return _mm512_loadu_si512(w); }
 
-INLINE sixteen fours(sixteen words, int pair)
+INLINE sixteen nibbles(sixteen words, int pair)
 {
     return _mm512_and_si512(_mm512_srli_epi16(words, 4 * pair), _mm512_set1_epi16(15));
 }
@@ -319,7 +319,7 @@ INLINE sixteen words_at(const uint8_t *w)
     return (sixteen){_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
 }
 
-INLINE sixteen fours(sixteen words, int pair)
+INLINE sixteen nibbles(sixteen words, int pair)
 {
     __m256i four = _mm256_set1_epi16(15);
     return (sixteen){_mm256_and_si256(_mm256_srli_epi16(words.low, 4 * pair), four),
@@ -393,7 +393,7 @@ struct numbers {
 
 /* sums [height][TILE] of rows from `row` on by a tile of outputs of 8 bits. Those of at most INPUTS products are
  * exact. */
-INLINE void tile_of_bytes(struct matrix m, struct numbers n, long row, long height, long tile,
+INLINE void tile_of_8_bits(struct matrix m, struct numbers n, long row, long height, long tile,
                           float sums[ROWS][TILE])
 {
     const int8_t *w = (const int8_t *)m.w + tile * TILE * m.inputs;
@@ -403,7 +403,7 @@ INLINE void tile_of_bytes(struct matrix m, struct numbers n, long row, long heig
 }
 
 /* The same of 4 bits, of a constant number of rows. */
-INLINE void multiply_fours(int rows, struct matrix m, struct numbers n, long row, long tile,
+INLINE void multiply_4_bits(int rows, struct matrix m, struct numbers n, long row, long tile,
                            float sums[ROWS][TILE])
 {
     long groups = m.inputs / SHARED;
@@ -417,7 +417,7 @@ INLINE void multiply_fours(int rows, struct matrix m, struct numbers n, long row
             if (row == 0) _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);
             sixteen words = words_at(w);
             for (int pair = 0; pair < 4; pair++) {
-                sixteen weights = fours(words, pair);
+                sixteen weights = nibbles(words, pair);
                 for (int r = 0; r < rows; r++) {
                     int32_t both;
                     __builtin_memcpy(&both, x + r * m.inputs + i + 2 * pair, sizeof both);
@@ -430,18 +430,18 @@ INLINE void multiply_fours(int rows, struct matrix m, struct numbers n, long row
     }
 }
 
-static void tile_of_fours(struct matrix m, struct numbers n, long row, long height, long tile,
+static void tile_of_4_bits(struct matrix m, struct numbers n, long row, long height, long tile,
                           float sums[ROWS][TILE])
 {
     switch (height) {
-#define CASE(rows) case rows: multiply_fours(rows, m, n, row, tile, sums); break;
+#define CASE(rows) case rows: multiply_4_bits(rows, m, n, row, tile, sums); break;
         CASE(1) CASE(2) CASE(3)
 #if ROWS > 4
         CASE(4) CASE(5) CASE(6) CASE(7)
 #endif
 #undef CASE
     default:
-        multiply_fours(ROWS, m, n, row, tile, sums);
+        multiply_4_bits(ROWS, m, n, row, tile, sums);
     }
 }
 
@@ -475,8 +475,8 @@ void multiply(long bits, const float *x, const void *w, const void *scales, cons
             for (long tile = first; tile < MIN(first + slab, tiles); tile++) {
                 long height = MIN(rows - row, ROWS), o = tile * TILE, width = MIN(outputs - o, TILE);
                 float sums[ROWS][TILE] = {{0.0f}};
-                if (bits == 8) tile_of_bytes(m, n, row, height, tile, sums);
-                else tile_of_fours(m, n, row, height, tile, sums);
+                if (bits == 8) tile_of_8_bits(m, n, row, height, tile, sums);
+                else tile_of_4_bits(m, n, row, height, tile, sums);
                 for (long r = 0; r < height; r++) {
                     float *to = out + (row + r) * outputs + o, unit = units[row + r];
                     for (long c = 0; c < width; c++)
