@@ -47,7 +47,7 @@ WAIT = 300.0
 
 DRIFTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "8 bits": {},
+        "as served": {},
         "bfloat16": {"quantization": "none", "dtype": "bfloat16"},
     }
 )
