@@ -57,7 +57,6 @@ from gpu.ops.cpu import CpuOps, choose_cpu_kernels, fits
 from gpu.ops.plain import TorchOps
 from gpu.ops.ranks import RankOps, TableOps
 from gpu.parts import Parts, Sizes, Target
-from gpu.quant import q4
 from gpu.ranks import Rank
 from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
@@ -77,6 +76,7 @@ from gpu.weight_formats import (
     choose_int4,
     choose_int8,
     choose_mxfp4,
+    choose_q4,
     choose_w8a8,
     shard_spec,
 )
@@ -277,7 +277,7 @@ def _settle(
     fp8, mxfp4 = "" if int4 else choose_fp8(spec, model, target), choose_mxfp4(spec, model, target)
     eight, w8a8 = choose_int8(spec, model, target), choose_w8a8(spec, model, target)
     schedule = with_budget(schedule, target.device, eight and spec.moe is None)
-    share = spec.q4_share if eight and q4.runs_here() else 0.0
+    share = choose_q4(spec, model, target)
     whole = replace(spec, int4=int4, fp8=fp8, w8a8=w8a8, mxfp4=mxfp4, int8=eight, q4_share=share)
     check_pages(whole, target, cache)
     own = shard_spec(whole, parallel.tp)

@@ -322,7 +322,7 @@ def _weight_name(spec: ModelSpec, dtype: torch.dtype) -> str:
     if spec.mxfp4 is not None:
         return "mxfp4"
     if spec.int8 or spec.w8a8 is not None:
-        return "int8"
+        return "int8 and q4" if spec.int8 and spec.q4_share else "int8"
     return "int4" if spec.int4 else _name(FP8 if spec.fp8 else dtype)
 
 

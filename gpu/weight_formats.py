@@ -12,7 +12,7 @@ from core.models.quant import BLOCK, MXFP4_GROUP
 from core.models.spec import W8A8, Fp8, Int4, Mxfp4
 from gpu.device import HOPPER
 from gpu.parts import Target
-from gpu.quant import int8
+from gpu.quant import int8, q4
 from gpu.quant.int4 import SPANS, WORD, span
 from gpu.weights.int4 import EIGHT
 
@@ -84,12 +84,19 @@ def is_quantised(spec: ModelSpec) -> bool:
 
 
 def choose_int8(spec: ModelSpec, model: ModelConfig, target: Target) -> bool:
-    """Whether matrices that the checkpoint has quantised, in whatever format, have 8 bits on a CPU. Elsewhere
-    they are dequantised while loading, as models over latents are."""
+    """Whether matrices that the checkpoint has quantised, in whatever format, have 8 or 4 bits on a CPU.
+    Elsewhere they are dequantised while loading, as models over latents are."""
     stored = is_quantised(spec) and spec.stored_w8a8 is None
     ours = spec.causal and not spec.transformers and spec.latent is None
     ours = ours and model.quantization == "auto" and target.dtype == torch.float32
     return stored and ours and target.device.type == "cpu" and int8.runs_here()
+
+
+def choose_q4(spec: ModelSpec, model: ModelConfig, target: Target) -> float:
+    """The share of weights that have 4 bits on a CPU, where the others have 8."""
+    if not choose_int8(spec, model, target) or not q4.runs_here():
+        return 0.0
+    return float(q4.takes(spec.stored_int4.group)) if spec.stored_int4 is not None else spec.q4_share
 
 
 def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:

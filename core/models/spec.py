@@ -335,7 +335,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     int8: bool = False
     """As `fp8`: matrices that the checkpoint has quantised are 8-bit integers while serving, on a CPU."""
     q4_share: float = 0.0
-    """The share of a .gguf file's weights that have 4 bits, as where `int8` they do while serving."""
+    """The share of a .gguf file's weights that have 4 bits; of those that do while serving, if `int8`."""
     ranks: int = 1
     """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""
     kv_copies: int = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -35,7 +35,7 @@ class Parameters:
         """Functions that lay weights out for the device once they are final."""
         self.adaptable: list[Adaptable] = []
         """What adapters may change."""
-        self.q4_layers: Collection[str] = ()
+        self.q4_layers: Container[str] = ()
         """Layers of 8 bits that the checkpoint has in 4, as a CPU multiplies them, too."""
         self.places: Places = {}
         self.slices: dict[str, Slice] = {}

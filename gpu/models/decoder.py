@@ -5,7 +5,7 @@ Which facts differ between families stands in `ModelSpec`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -181,12 +181,12 @@ class Decoder(CausalModel):
         device: torch.device,
         shard: Shard = ALONE,
         table: FileRows | None = None,
-        q4_layers: Collection[str] = (),
+        q4_layers: Container[str] = (),
     ) -> None:
         """`table`: the checkpoint's embedding, which stays in its file. `q4_layers`: see `Parameters`."""
         super().__init__(spec, dtype, device, shard)
         parameters, vocabulary = self._parameters, COLUMN._replace(total=spec.vocab_size)
-        parameters.q4_layers = {*q4_layers, "lm_head"} if spec.tied and TABLE in q4_layers else q4_layers
+        parameters.q4_layers = q4_layers
         own = slice_of(shard, (spec.vocab_rows, spec.hidden), vocabulary)
         if table is None:
             self.embedding = parameters.tensor(

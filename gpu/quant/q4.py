@@ -1,7 +1,7 @@
 """Weights of 4 bits on a CPU: number × scale + offset, which 32 neighbouring inputs of an output share.
 
-Those of .gguf files in Q4_0, Q4_1 and Q4_K are of this kind, with numbers that stay as they are. Matrices of
-several formats, and those that are not in 4 bits, have 8 (`gpu.quant.int8`).
+Those of .gguf files in Q4_0, Q4_1 and Q4_K are of this kind, and those of AWQ, GPTQ and W4A16: their numbers
+stay as they are. Matrices of several formats, and those that are not in 4 bits, have 8 (`gpu.quant.int8`).
 
     weight   int32 [outputs, inputs / 8], or what `pack` made of it. Bits 4 n to 4 n + 3 of a word's lower
              half are input 2 n of eight, of its upper half input 2 n + 1: `gpu.kernels.cpu` has a pair of
@@ -88,6 +88,11 @@ FORMATS: Mapping[str, Format] = {
 def runs_here() -> bool:
     """Whether this machine has the product."""
     return kernels() is not None
+
+
+def takes(group: int) -> bool:
+    """Whether groups of so many inputs, or of all (0), have scales that `GROUP` inputs share."""
+    return group % GROUP == 0
 
 
 def read(kind: str, rows: Blocks) -> Numbers:

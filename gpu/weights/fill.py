@@ -284,7 +284,7 @@ class Filler:
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
         place = self._places[name]
-        if place.dtype == torch.int16:
+        if place.dtype in WORDS:
             raise ModelError(
                 f"{name} is not quantised, and quantization_config does not except it: --quantization none "
                 "runs the whole checkpoint in 16 bits."

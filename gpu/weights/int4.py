@@ -21,6 +21,7 @@ from torch import Tensor
 
 from core.errors import ModelError
 from core.models import Int4
+from gpu.quant import q4
 from gpu.quant.int4 import expand, pack, span
 from gpu.weights.stage import Copy
 
@@ -170,6 +171,14 @@ class Packed(NamedTuple):
     def floats(self) -> Tensor:
         """float32 [outputs, inputs]."""
         return expand(*self.unpack())
+
+    def nibbles(self) -> q4.Numbers:
+        """See `gpu.weights.fill.Q4Matrix`; of groups that `q4.GROUP` divides."""
+        numbers, pairs = self.unpack()
+        by, zero = pairs.unbind(-1)
+        scale = torch.stack([by, -zero * by], -1).transpose(0, 1)
+        shared = scale.repeat_interleave(self.inputs // self.groups // q4.GROUP, 1)
+        return q4.Numbers(numbers.numpy(), shared.numpy())
 
 
 def _numbers(words: Tensor) -> Tensor:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from pathlib import Path
 
 import torch
 
 from core.models import ModelSpec, family_of
 from core.models.mtp import further_layers
+from core.models.spec import Int4
 from gpu.layers.delta import GATED_NORM
 from gpu.models.base import CausalModel
 from gpu.models.bert import Bert
-from gpu.models.decoder import Decoder
+from gpu.models.decoder import TABLE, Decoder
 from gpu.quant import q4
 from gpu.quant.rows import FileRows
 from gpu.shard import ALONE, Shard
@@ -79,11 +81,24 @@ def _table(spec: ModelSpec, source: Path | None) -> FileRows | None:
     return table_of_gguf(source) if source.suffix == ".gguf" else table_in_files(source)
 
 
-def _q4_layers(spec: ModelSpec, source: Path | None) -> frozenset[str]:
-    """The layers that run in 4 bits on a CPU: those of a .gguf file that has them so."""
-    if not spec.int8 or source is None or source.suffix != ".gguf" or not q4.runs_here():
-        return frozenset()
-    return q4_layers_of_gguf(source, family_of(spec.architecture).fused)
+class _Int4Layers(Container[str]):
+    """The names of the layers that are quantised in a checkpoint in 4 bits."""
+
+    def __init__(self, int4: Int4) -> None:
+        self._int4 = int4
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._int4.has(name)
+
+
+def _q4_layers(spec: ModelSpec, source: Path | None) -> Container[str]:
+    """The layers that run in 4 bits on a CPU (`gpu.quant.q4`): those that the checkpoint has so."""
+    if not spec.int8 or source is None or not q4.runs_here():
+        return ()
+    if source.suffix != ".gguf":
+        return _Int4Layers(spec.stored_int4) if spec.stored_int4 and q4.takes(spec.stored_int4.group) else ()
+    layers = q4_layers_of_gguf(source, family_of(spec.architecture).fused)
+    return layers | {"lm_head"} if spec.tied and TABLE in layers else layers
 
 
 def _tell_skipped(skipped: list[str], architecture: str, further: tuple[str, ...]) -> None:

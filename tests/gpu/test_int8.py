@@ -149,6 +149,12 @@ def awq(folder: Path) -> Path:
     return path
 
 
+def fp8(folder: Path) -> Path:
+    path = tiny_model.build("llama", folder / "hf", **SIZES).path
+    quantised(path, per_channel, "_scale", {"quant_method": "fbgemm_fp8"})
+    return path
+
+
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q5_1], ids=lambda kind: kind.name)
 def test_matrices_of_a_gguf_and_its_tables(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,14 +180,14 @@ def test_matrices_of_a_gguf_and_its_tables(
 
 
 def test_tables_that_the_checkpoint_has_in_16_bits_stay(tmp_path: Path) -> None:
-    path = awq(tmp_path)
+    path = fp8(tmp_path)
     places = load_model(held(path), path, torch.float32, CPU).places()
     kept = {name for name, place in places.items() if place.dtype == torch.int8}
     assert len(kept) == 2 * 7
     assert all("_proj" in name for name in kept)
 
 
-@pytest.mark.parametrize("make", [partial(gguf_of, "llama"), awq], ids=["gguf", "awq"])
+@pytest.mark.parametrize("make", [partial(gguf_of, "llama"), fp8], ids=["gguf", "fp8"])
 def test_a_rank_quantises_its_part(make: Callable[[Path], Path], tmp_path: Path) -> None:
     path = make(tmp_path)
     want = load_model(spec_of(path), path, torch.float32, CPU).places()
@@ -220,7 +226,7 @@ def tied_fp8(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "make",
-    [partial(gguf_of, "llama"), awq, tied_gguf, tied_fp8],
+    [partial(gguf_of, "llama"), fp8, tied_gguf, tied_fp8],
     ids=lambda make: getattr(make, "__name__", "gguf"),
 )
 def test_a_table_is_held_once(make: Callable[[Path], Path], tmp_path: Path) -> None:
@@ -303,12 +309,6 @@ def w4a16(folder: Path) -> Path:
 def gptq(folder: Path) -> Path:
     path = tiny_model.build("qwen2", folder / "hf", **SIZES).path
     quantise(path, KINDS["gptq"])
-    return path
-
-
-def fp8(folder: Path) -> Path:
-    path = tiny_model.build("llama", folder / "hf", **SIZES).path
-    quantised(path, per_channel, "_scale", {"quant_method": "fbgemm_fp8"})
     return path
 
 

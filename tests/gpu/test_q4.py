@@ -23,6 +23,7 @@ from gpu.weight_formats import shard_spec
 from gpu.weights import load_model
 from tests.rigs import gguf_file, lora, tiny_model
 from tests.rigs.cpu_weights import ALL, AUTO, EXACT, SIZES, answers, held
+from tests.rigs.int4_files import KINDS, quantise
 from tests.rigs.runner import CPU
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiler, or no CPU with AVX2")
@@ -152,6 +153,21 @@ def test_matrices_keep_their_numbers(
             own = model.slices[name].of(want[name]) if ranks > 1 else want[name]
             found = restored(words, model.places()[f"{name}_scale"])[: len(own)]
             torch.testing.assert_close(found.float(), own, rtol=0, atol=float(own.abs().max()) * 4 * TURNS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["awq", "gptq", "w4a16"])
+def test_matrices_of_safetensors_keep_their_numbers(kind: str, ranks: int, tmp_path: Path) -> None:
+    path = tiny_model.build("qwen3-moe", tmp_path, **SIZES, num_experts=4, moe_intermediate_size=256).path
+    quantise(path, KINDS[kind])
+    want = load_model(spec_of(path), path, torch.float32, CPU).places()
+    for rank in range(ranks):
+        model = load_model(shard_spec(held(path), ranks), path, torch.float32, CPU, shard=Shard(rank, ranks))
+        places = model.places()
+        for name in (each for each in want if each.endswith("_proj.weight")):
+            own = model.slices[name].of(want[name]) if ranks > 1 else want[name]
+            found = restored(places[name], places[f"{name}_scale"])
+            torch.testing.assert_close(found.float(), own, rtol=0, atol=float(own.abs().max()) * 8 * TURNS)
 
 
 def bytes_of(places: Mapping[str, torch.Tensor]) -> int:

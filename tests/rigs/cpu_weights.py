@@ -49,7 +49,7 @@ def answers(
     beside = Beside(parallel=ParallelConfig(tp=tp), adapters=None if adapter is None else LIMITS)
     cache = CacheConfig(page_size=4, kv_tokens=2048)
     made = build_executor(spec_of(path), path, model, cache, schedule, lambda stage, share: None, beside)
-    assert made.capabilities.weight_dtype == ("float32" if model is EXACT else says)
+    assert made.capabilities.weight_dtype.startswith("float32" if model is EXACT else says)
     made.prepare(lambda share: None)
     driver = Driver(made, schedule)
     try:
