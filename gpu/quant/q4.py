@@ -11,8 +11,8 @@ stay as they are. Matrices of several formats, and those that are not in 4 bits,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class Format(NamedTuple):
 
     inputs: int
     bytes: int
-    read: Any
+    read: Callable[[Blocks], Numbers]
 
 
 FORMATS: Mapping[str, Format] = {

@@ -398,10 +398,12 @@ def q4_layers_of_gguf(path: Path, fused: Mapping[str, Sequence[str]]) -> frozens
         own = tensor.name.split(".", 2)[-1]
         if own in layout.joined or tensor.tensor_type.name not in q4.FORMATS:
             continue
-        names = [name.removesuffix(".weight") for name, _ in layout.rows(hf_name(tensor.name, kind), tensor)]
-        for name in names:
-            before, _, last = name.rpartition(".")
-            found |= {name, *(f"{before}.{part}" for part in fused.get(last, ()))}
+        name = hf_name(tensor.name, kind).removesuffix(".weight")
+        before, _, last = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else fused.get(last, ())
+        experts = range(int(tensor.shape[-1]) if "{}" in name else 1)
+        for each in (name, *(f"{before}.{part}" for part in parts)):
+            found |= {each.replace("{}", str(expert)) for expert in experts}
     return frozenset(found)
 
 

@@ -125,8 +125,9 @@ def file_of(variant: str, folder: Path, kind: Kind = Kind.Q4_1, only: str = "", 
         ("llama", {"tie_word_embeddings": True}),
         ("phi3", {}),
         ("qwen3-moe", {"num_experts": 4, "moe_intermediate_size": 64}),
+        ("qwen3-moe", {"num_experts": 3, "moe_intermediate_size": 64}),
     ],
-    ids=["llama", "tied", "fused", "experts"],
+    ids=["llama", "tied", "fused", "experts", "experts, fused"],
 )
 def test_matrices_keep_their_numbers(
     variant: str,
@@ -139,7 +140,8 @@ def test_matrices_keep_their_numbers(
     """In slabs that queries' halves cross, and of each rank its part."""
     tiny = tiny_model.build(variant, tmp_path / "hf", **SIZES, **fields)
     arch = variant.replace("-", "")
-    file = gguf_file.write(tmp_path / "tiny.gguf", arch, tiny.reference, True, kind)
+    how: gguf_file.How = "fused" if fields.get("num_experts") == 3 else ""
+    file = gguf_file.write(tmp_path / "tiny.gguf", arch, tiny.reference, True, kind, how=how)
     want = load_model(spec_of(file), file, torch.float32, CPU).places()
     monkeypatch.setattr("gpu.weights.gguf._SLAB", 3 * 128)
     for rank in range(ranks):
