@@ -49,9 +49,11 @@ def flag_variables() -> dict[str, str]:
     }
 
 
-SPINS = 10_000
+SPINS = 3_000
 """Times that an idle OpenMP thread polls for work before it sleeps. libgomp's default of 300,000 takes CPU
-time from other processes and from the thread that is waited for. Measured by `bench.cpu --loaded`."""
+time from other processes and from the thread that is waited for (`bench.cpu --loaded`). On two cores SmolLM2
+in 4 bits makes 36 tokens/s beside one busy process, with 10,000 polls 28 and with 1,000 53; alone as many as
+with 10,000, with 1,000 up to a fifth fewer (`bench/results/history/cpu-spins.json`)."""
 
 
 def prepare_cpu_threads(threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
