@@ -93,7 +93,7 @@ def choose_int8(spec: ModelSpec, model: ModelConfig, target: Target) -> bool:
 
 
 def choose_q4(spec: ModelSpec, model: ModelConfig, target: Target) -> float:
-    """The share of weights that have 4 bits on a CPU, where the others have 8."""
+    """Return the share of weights, 0 to 1, that a CPU serves in 4 bits; the others have 8."""
     if not choose_int8(spec, model, target) or not q4.runs_here():
         return 0.0
     return float(q4.takes(spec.stored_int4.group)) if spec.stored_int4 is not None else spec.q4_share

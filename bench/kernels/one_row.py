@@ -41,7 +41,7 @@ MODELS = {"Qwen3-8B": Size(4096, Heads(32, 8, 128)), "Qwen3-30B-A3B": Size(2048,
 
 
 class Attention(NamedTuple):
-    """What all layers of a step share: the row's pages, and how it attends to its keys by `cut`."""
+    """What the layers of a step share: page table and slot of the row, decode config, plan and workspace."""
 
     kept: inputs.Pages
     cut: DecodeConfig
@@ -52,7 +52,7 @@ class Attention(NamedTuple):
 def attention(
     size: Size, keys: int, cut: DecodeConfig, dtype: torch.dtype, device: torch.device
 ) -> Attention:
-    """Of a row with `keys` keys."""
+    """Return what the layers share in a step of one row with `keys` keys."""
     heads = size.heads
     kept = inputs.pages([keys], PAGE, heads, dtype, device)
     plan = plan_decode(kept.slots, kept.lengths[kept.slots], cut)
@@ -62,8 +62,8 @@ def attention(
 def layer(
     size: Size, shared: Attention, residual: Tensor, attends: bool, products: GemvConfig | None = None
 ) -> Callable[[], None]:
-    """Return a function that runs a layer with weights, keys and values of its own on `residual` [1, hidden].
-    `products` as `gemv_config` by default."""
+    """Return a function that runs one layer on `residual` [1, hidden], with its own weights, keys and values.
+    `products` is the config of both products, by default that of `gemv_config`."""
     (hidden, heads), device, dtype = size, residual.device, residual.dtype
     width, pdl = heads.q * heads.dim, residual.is_cuda
     qkv, out = (

@@ -46,7 +46,7 @@ _PLAIN = (None, 0, 1, 32)
 
 
 Q4_FORMATS = ("Q4_0", "Q4_1", "Q4_K")
-"""Formats of 4 bits with a scale and an offset for each 32 weights, which `gpu.quant.q4` holds."""
+"""GGUF formats of 4 bits in which 32 weights share a scale and an offset, as in `gpu.quant.q4`."""
 
 
 class GgufFacts(NamedTuple):
@@ -197,7 +197,8 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
 
 
 def _q4_share(facts: GgufFacts) -> float:
-    """The share of weights in formats of `Q4_FORMATS`. An embedding beside a head is not counted."""
+    """Return the share of weights, 0 to 1, in formats of `Q4_FORMATS`. An embedding that is not also the head
+    is left out."""
     matrices = {name: shape for name, shape in facts.shapes.items() if len(shape) > 1}
     if "output.weight" in matrices:
         del matrices["token_embd.weight"]

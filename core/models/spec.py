@@ -133,7 +133,7 @@ class ClampedGate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Held = Fp8 | Int4 | Held8 | W8A8 | Literal["q4"]
-"""How a matrix is held; "": in the dtype of the computation, "q4": as `gpu.quant.q4` has it."""
+"""Format of a matrix in memory: "" is the dtype of the computation, "q4" 4 bits on a CPU (`gpu.quant.q4`)."""
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,7 +335,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     int8: bool = False
     """As `fp8`: matrices that the checkpoint has quantised are 8-bit integers while serving, on a CPU."""
     q4_share: float = 0.0
-    """The share of a .gguf file's weights that have 4 bits; of those that do while serving, if `int8`."""
+    """Share of the weights that a .gguf file has in 4 bits; with `int8`, that are served in 4 bits."""
     ranks: int = 1
     """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""
     kv_copies: int = 1

@@ -47,7 +47,7 @@ class Linear:
         self._packed = False
         self._packs = int8.pack if held == "int8" else q4.pack if held == "q4" else None
         self.int8: int8.Packed | None = None
-        """The weight of 8 or 4 bits once it is sealed on a CPU; the matrix's is empty then."""
+        """The packed weight of 8 or 4 bits on a CPU, from `seal` on. `matrix.weight` is empty then."""
         self._parts = dict(parts)
         weight, scale = empty_matrix(list(parts.values()), inputs, held, dtype, device)
         self.matrix = Matrix(

@@ -36,7 +36,7 @@ class Parameters:
         self.adaptable: list[Adaptable] = []
         """What adapters may change."""
         self.q4_layers: Container[str] = ()
-        """Layers of 8 bits that the checkpoint has in 4, as a CPU multiplies them, too."""
+        """Names of layers that the checkpoint has in 4 bits. On a CPU they keep them; others get 8 bits."""
         self.places: Places = {}
         self.slices: dict[str, Slice] = {}
 
@@ -95,7 +95,8 @@ class Parameters:
         return linear
 
     def held(self, held: Held, parts: Sequence[str], inputs: int) -> Held:
-        """How a matrix is held. Where one of its parts is not quantised, or not in 4 bits, none is."""
+        """Return the format of a matrix stacked of `parts`, where `held` is asked for. It is quantised, or in
+        4 bits, only if all parts are."""
         if held == "int8" and inputs % q4.GROUP == 0 and all(part in self.q4_layers for part in parts):
             return "q4"
         return held if isinstance(held, str) or all(map(held.has, parts)) else ""

@@ -1,11 +1,13 @@
-"""Weights of 4 bits on a CPU: number × scale + offset, which 32 neighbouring inputs of an output share.
+"""Weights of 4 bits on a CPU: w = number × scale + offset. A group of 32 neighbouring inputs of an output
+shares scale and offset.
 
-Those of .gguf files in Q4_0, Q4_1 and Q4_K are of this kind, and those of AWQ, GPTQ and W4A16: their numbers
-stay as they are. Matrices of several formats, and those that are not in 4 bits, have 8 (`gpu.quant.int8`).
+Matrices of .gguf files in Q4_0, Q4_1 and Q4_K and of AWQ, GPTQ and W4A16 checkpoints are stored so without
+changing their numbers. A stacked matrix whose parts have several formats is stored in 8 bits, as are all
+other formats (`gpu.quant.int8`).
 
-    weight   int32 [outputs, inputs / 8], or what `pack` made of it. Bits 4 n to 4 n + 3 of a word's lower
-             half are input 2 n of eight, of its upper half input 2 n + 1: `gpu.kernels.cpu` has a pair of
-             inputs by one shift
+    weight   int32 [outputs, inputs / 8], until `pack` rearranges it. A word has eight inputs: bits 4 n to
+             4 n + 3 of its lower half are input 2 n, of its upper half input 2 n + 1. One shift and one mask
+             give `gpu.kernels.cpu` a pair of inputs as 16-bit integers
     scale    float16 [outputs, inputs / 32, 2]: scale and offset
 """
 
@@ -23,28 +25,29 @@ from gpu.kernels.cpu import Weight, interleave, kernels
 from gpu.quant.int8 import Packed
 
 WORD, GROUP = 8, 32
-"""Numbers in a word, and inputs that share a scale."""
+"""Numbers in a word, and inputs in a group."""
 
 BYTES = 1 / 2 + 2 * 2 / GROUP
-"""Of a weight, with its part of scale and offset."""
+"""Bytes of a weight, with its part of scale and offset."""
 
 Blocks = NDArray[np.uint8]
 
 
 class Numbers(NamedTuple):
-    """Of a matrix: uint8 [outputs, inputs] from 0 to 15, and float32 [outputs, inputs / GROUP, 2]."""
+    """A matrix before it is stored: `numbers` uint8 [outputs, inputs], 0 to 15, and `scale` float32 [outputs,
+    inputs / GROUP, 2]."""
 
     numbers: NDArray[np.uint8]
     scale: NDArray[np.float32]
 
 
 def _halves(blocks: Blocks, first: int) -> NDArray[np.float32]:
-    """The float16 at byte `first` of each block."""
+    """Return the float16 at byte `first` of each block, as float32."""
     return np.ascontiguousarray(blocks[..., first : first + 2]).view(np.float16).astype(np.float32)[..., 0]
 
 
 def _nibbles(blocks: Blocks, first: int) -> NDArray[np.uint8]:
-    """Numbers [..., 32] of 16 bytes, or [..., chunks, 64] of 32 bytes each: the lower halves come first."""
+    """Return the numbers in the bytes from `first` on: all low nibbles, then all high ones."""
     found = blocks[..., first:]
     return np.concatenate([found & 15, found >> 4], -1)
 
@@ -59,7 +62,7 @@ def _q4_1(blocks: Blocks) -> Numbers:
 
 
 def _q4_k(blocks: Blocks) -> Numbers:
-    """Of blocks of eight groups, whose scales and offsets are of 6 bits."""
+    """Read blocks of eight groups, whose scales and offsets have 6 bits each."""
     packed = blocks[..., 4:16]
     low, high, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([low & 63, rest & 15 | low >> 6 << 4], -1)
@@ -70,7 +73,7 @@ def _q4_k(blocks: Blocks) -> Numbers:
 
 
 class Format(NamedTuple):
-    """Inputs and bytes of a block, and how blocks [outputs, blocks, bytes] are read."""
+    """Inputs and bytes of a block, and the function that reads blocks [outputs, blocks, bytes]."""
 
     inputs: int
     bytes: int
@@ -86,24 +89,24 @@ FORMATS: Mapping[str, Format] = {
 
 
 def runs_here() -> bool:
-    """Whether this machine has the product."""
+    """Whether this machine has the kernel that multiplies these weights."""
     return kernels() is not None
 
 
 def takes(group: int) -> bool:
-    """Whether groups of so many inputs, or of all (0), have scales that `GROUP` inputs share."""
+    """Whether quantisation groups of `group` inputs (0: of all inputs) can be stored as groups of `GROUP`."""
     return group % GROUP == 0
 
 
 def read(kind: str, rows: Blocks) -> Numbers:
-    """Of rows [outputs, bytes] in one of `FORMATS`."""
+    """Read rows [outputs, bytes] of a .gguf file in the format `kind`, one of `FORMATS`."""
     form = FORMATS[kind]
     numbers, scale = form.read(rows.reshape(len(rows), -1, form.bytes))
     return Numbers(numbers.reshape(len(rows), -1), scale.reshape(len(rows), -1, 2))
 
 
 def store(place: Tensor, scale: Tensor, found: Numbers) -> None:
-    """Copy a matrix, or some of its outputs, into a `weight` and its `scale`."""
+    """Store `found`, a matrix or some of its outputs, in `place` (rows of a weight) and `scale`."""
     eights = found.numbers.reshape(len(found.numbers), -1, WORD)
     words = eights[..., [0, 4, 1, 5]] | eights[..., [2, 6, 3, 7]] << 4
     place.copy_(torch.from_numpy(words.reshape(len(words), -1).view(np.int32)))
@@ -111,7 +114,8 @@ def store(place: Tensor, scale: Tensor, found: Numbers) -> None:
 
 
 def pack(weight: Tensor, scale: Tensor) -> Packed:
-    """Lay out a `weight` and its `scale`, which are used up, for `gpu.quant.int8.product`."""
+    """Rearrange `weight` and `scale` for the kernel, in place where possible. The result is multiplied by
+    `gpu.quant.int8.product`."""
     own = kernels()
     assert own is not None, "4 bits without kernels"
     outputs, words = weight.shape

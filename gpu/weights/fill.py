@@ -64,7 +64,7 @@ class Coarse(Protocol):
 
 @runtime_checkable
 class Q4Matrix(Coarse, Protocol):
-    """One of 4 bits, as `gpu.quant.q4` has them."""
+    """A quantised matrix that `gpu.quant.q4` can store without changing its numbers."""
 
     def part(self, dim: int, start: int, size: int) -> Q4Matrix:
         """See `Coarse.part`."""
@@ -75,7 +75,7 @@ class Q4Matrix(Coarse, Protocol):
         ...
 
     def nibbles(self) -> q4.Numbers:
-        """Return its numbers and scales."""
+        """Return its numbers, scales and offsets."""
         ...
 
 
@@ -253,7 +253,7 @@ class Filler:
             self._filled[name + "_scale"] = None
 
     def _put_q4(self, name: str, matrix: Q4Matrix) -> None:
-        """`put_coarse` into the place `name`, in 4 bits on a CPU."""
+        """`put_coarse` into the place `name`, whose format is that of `gpu.quant.q4`."""
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
         place, scale = self._places[name], self._places[name + "_scale"]

@@ -224,7 +224,7 @@ class _Matrix(NamedTuple):
         return torch.from_numpy(values)
 
     def nibbles(self) -> q4.Numbers:
-        """The numbers of a matrix whose name is among `q4_layers_of_gguf`."""
+        """Return the numbers and scales of a matrix in one of `q4.FORMATS`."""
         return q4.read(self.kind.name, np.asarray(self.rows))
 
 
@@ -390,8 +390,8 @@ def _file_rows(path: Path, tensor: ReaderTensor) -> FileRows:
 
 
 def q4_layers_of_gguf(path: Path, fused: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Names of a file's layers that are read into 4 bits (`gpu.quant.q4`), and of the parts that are `fused`
-    there. Raises `ModelError`."""
+    """Return the names of layers that the file has in a 4-bit format of `gpu.quant.q4`. A tensor stacked of
+    several layers (`fused`) counts for each of them. Raises `ModelError`."""
     fields, tensors = _open(path)
     layout, kind, found = _layout(tensors, fields), str(fields.get("general.architecture")), set()
     for tensor in tensors:

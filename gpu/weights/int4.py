@@ -173,7 +173,7 @@ class Packed(NamedTuple):
         return expand(*self.unpack())
 
     def nibbles(self) -> q4.Numbers:
-        """See `gpu.weights.fill.Q4Matrix`; of groups that `q4.GROUP` divides."""
+        """Return the matrix as `gpu.quant.q4` stores it. `q4.GROUP` must divide the size of its groups."""
         numbers, pairs = self.unpack()
         by, zero = pairs.unbind(-1)
         scale = torch.stack([by, -zero * by], -1).transpose(0, 1)

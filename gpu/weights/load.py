@@ -92,7 +92,7 @@ class _Int4Layers(Container[str]):
 
 
 def _q4_layers(spec: ModelSpec, source: Path | None) -> Container[str]:
-    """The layers that run in 4 bits on a CPU (`gpu.quant.q4`): those that the checkpoint has so."""
+    """Return the names of layers that the checkpoint has in 4 bits and a CPU serves in 4 bits."""
     if not spec.int8 or source is None or not q4.runs_here():
         return ()
     if source.suffix != ".gguf":

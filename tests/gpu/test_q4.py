@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiler, or no CP
 
 Kind = gguf.GGMLQuantizationType
 TURNS, ROUNDED = 2**-11, 2**-13
-"""What float16 rounds of a scale, and 13 bits of an activation at most, by its largest neighbour."""
+"""Relative rounding errors: of a float16 scale, and of an activation in units of its row's largest."""
 
 
 def restored(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def matrix(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 8, 67])
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (96, 33), (576, 16), (2080, 40), (8960, 15)])
 def test_product(rows: int, inputs: int, outputs: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are rounded to 13 bits and a sign, and nothing else is."""
+    """It equals a product in float64 whose activations are rounded to 13 bits and a sign."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     words, scale = matrix(outputs, inputs)
     words[0] = -1  # the largest numbers

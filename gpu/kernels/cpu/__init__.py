@@ -52,9 +52,9 @@ class Scores(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Of a product with so many `outputs`. Of 8 bits: `numbers` int16, pairs of inputs, as `interleave` lays
-    them out, and `scale` float32 [outputs]. Of 4 bits: both as `interleave` lays out those of
-    `gpu.quant.q4`, int32 and int16."""
+    """A weight for `Kernels.multiply`, with its number of `outputs`. Of 8 bits: `numbers` are pairs of inputs
+    as int16, rearranged by `interleave`, and `scale` is float32 [outputs]. Of 4 bits: `numbers` int32 and
+    `scale` (float16, viewed as int16) are those of `gpu.quant.q4`, both rearranged by `interleave`."""
 
     numbers: Tensor
     scale: Tensor
@@ -178,8 +178,9 @@ class Kernels:
 
 
 def interleave(units: Tensor) -> Tensor:
-    """Lay out `units` [outputs, n] so that those of TILE outputs lie beside each other: [outputs / TILE, n *
-    TILE], with zeros behind the last output. In place where outputs are a multiple of TILE."""
+    """Rearrange `units` [outputs, n] to [outputs / TILE, n * TILE]: first the first units of TILE outputs,
+    then their second ones, and so on. Missing outputs of the last tile are zeros. In place where TILE divides
+    the outputs."""
     outputs, n = units.shape
     if outputs % TILE:
         units = torch.nn.functional.pad(units, (0, 0, 0, -outputs % TILE))

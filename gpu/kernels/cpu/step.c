@@ -30,7 +30,7 @@ enum {
     TILE = 16,          /* outputs that are multiplied at once, by ROWS rows at most */
     AHEAD = 2048,       /* bytes between weights that are multiplied and those that are fetched */
     SLAB = 1 << 16,     /* bytes of weights that stay in a core's cache while rows pass */
-    SHARED = 32,        /* inputs whose weights of 4 bits share a scale and an offset */
+    SHARED = 32,        /* inputs in a group, which share a scale and an offset (4 bits) */
 };
 
 static int threads = 1;
@@ -384,8 +384,8 @@ struct matrix {
     long inputs, outputs;
 };
 
-/* x [rows, inputs] as numbers times a unit for each row, and for 4 bits the sum of the numbers that share a
- * scale, [rows, inputs / SHARED]. */
+/* Activations: numbers x [rows, inputs] times a unit for each row. For weights of 4 bits also the sum of the
+ * numbers of each group, of_x [rows, inputs / SHARED], which the group's offset is multiplied by. */
 struct numbers {
     const int16_t *x;
     const float *units, *of_x;
@@ -402,7 +402,7 @@ INLINE void tile_of_8_bits(struct matrix m, struct numbers n, long row, long hei
                       MIN(m.inputs - i, INPUTS) / 2, sums);
 }
 
-/* The same of 4 bits, of a constant number of rows. */
+/* The same for weights of 4 bits and a constant number of rows. Sums of a group are exact. */
 INLINE void multiply_4_bits(int rows, struct matrix m, struct numbers n, long row, long tile,
                            float sums[ROWS][TILE])
 {
