@@ -1,4 +1,4 @@
-"""What attention costs a lone row between products: `python -m bench.kernels.one_row`.
+"""What attention costs few rows between products: `python -m bench.kernels.one_row`.
 
 Layers of a product of queries, keys and values behind its norm, rope, attention and an output product, which
 adds to the residual, run one after the other under programmatic dependent launch, with and without attention.
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +23,11 @@ from bench.kernels import inputs
 from bench.kernels.inputs import Heads
 from bench.kernels.timing import microseconds
 from bench.results import save
-from gpu.kernels.attention.decode import Workspace, decode_workspace, paged_decode
+from gpu.kernels.attention.cluster_decode import ClusterDecode
+from gpu.kernels.attention.decode import decode_workspace, paged_decode
 from gpu.kernels.attention.decode_config import DecodeConfig, decode_config
-from gpu.kernels.attention.decode_plan import DecodePlan, plan_decode
+from gpu.kernels.attention.decode_plan import plan_decode
+from gpu.kernels.attention.pages import Pages
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 from gpu.kernels.gemm.gemv import GemvConfig, gemv, gemv_config
 
@@ -37,44 +41,60 @@ class Size(NamedTuple):
     heads: Heads
 
 
-MODELS = {"Qwen3-8B": Size(4096, Heads(32, 8, 128)), "Qwen3-30B-A3B": Size(2048, Heads(32, 4, 128))}
+MODELS = {
+    "Qwen3-8B": Size(4096, Heads(32, 8, 128)),
+    "Qwen3-30B-A3B": Size(2048, Heads(32, 4, 128)),
+    "Qwen3-30B-A3B, --tp 2": Size(2048, Heads(16, 2, 128)),
+}
 
 
 class Attention(NamedTuple):
-    """What the layers of a step share: page table and slot of the row, decode config, plan and workspace."""
+    """What the layers of a step share: page table and slots of the rows, and how these attend, with queries
+    [rows, heads, dim] to a layer's pages."""
 
     kept: inputs.Pages
-    cut: DecodeConfig
-    plan: DecodePlan
-    space: Workspace
+    attend: Callable[[Tensor, Pages], Tensor]
 
 
 def attention(
-    size: Size, keys: int, cut: DecodeConfig, dtype: torch.dtype, device: torch.device
+    size: Size, lengths: list[int], cut: DecodeConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Attention:
-    """Return what the layers share in a step of one row with `keys` keys."""
-    heads = size.heads
-    kept = inputs.pages([keys], PAGE, heads, dtype, device)
-    plan = plan_decode(kept.slots, kept.lengths[kept.slots], cut)
-    return Attention(kept, cut, plan, decode_workspace(1, heads.q, heads.kv, heads.dim, cut, device))
+    """Return what the layers share in a step of rows with so many keys: our kernels in Triton with `cut`, in
+    CUDA C++ without."""
+    (_, heads), rows = size, len(lengths)
+    kept = inputs.pages(lengths, PAGE, heads, dtype, device)
+    own, pdl = kept.lengths[kept.slots], device.type == "cuda"
+    if cut is not None:
+        plan = plan_decode(kept.slots, own, cut)
+        space = decode_workspace(rows, heads.q, heads.kv, heads.dim, cut, device)
+        return Attention(kept, partial(paged_decode, plan=plan, workspace=space, config=cut, pdl=pdl))
+    kernel, count = ClusterDecode(*heads, dtype, device), inputs.scalar(rows, device)
+    slots, seen = kept.slots.int(), own.int()
+
+    def attend(q: Tensor, pages: Pages) -> Tensor:
+        out = q.new_empty(rows, heads.q * heads.dim)
+        kernel(q, pages, slots, seen, count, out=out, pdl=pdl)
+        return out
+
+    return Attention(kept, attend)
 
 
 def layer(
     size: Size, shared: Attention, residual: Tensor, attends: bool, products: GemvConfig | None = None
 ) -> Callable[[], None]:
-    """Return a function that runs one layer on `residual` [1, hidden], with its own weights, keys and values.
-    `products` is the config of both products, by default that of `gemv_config`."""
+    """Return a function that runs one layer on `residual` [rows, hidden], with its own weights, keys and
+    values. `products` is the config of both products, by default that of `gemv_config`."""
     (hidden, heads), device, dtype = size, residual.device, residual.dtype
-    width, pdl = heads.q * heads.dim, residual.is_cuda
+    rows, width, pdl = len(residual), heads.q * heads.dim, residual.is_cuda
     qkv, out = (
-        0.02 * torch.randn(rows, columns, device=device, dtype=dtype)
-        for rows, columns in ((width + 2 * heads.kv * heads.dim, hidden), (hidden, width))
+        0.02 * torch.randn(*shape, device=device, dtype=dtype)
+        for shape in ((width + 2 * heads.kv * heads.dim, hidden), (hidden, width))
     )
-    of_qkv, of_out = products or gemv_config(1, qkv), products or gemv_config(1, out)
+    of_qkv, of_out = products or gemv_config(rows, qkv), products or gemv_config(rows, out)
     assert of_qkv is not None and of_out is not None
-    ones, turn = torch.ones_like(residual[0]), torch.ones(1, 1, heads.dim, device=device, dtype=dtype)
-    head_norms, still = (turn.flatten(), turn.flatten(), EPS), torch.zeros_like(turn)
-    kept, cut, plan, space = shared
+    ones, turn = torch.ones_like(residual[0]), torch.ones(rows, 1, heads.dim, device=device, dtype=dtype)
+    head_norms, still = (turn[0, 0], turn[0, 0], EPS), torch.zeros_like(turn)
+    kept, attend = shared
     last = kept.lengths[kept.slots] - 1
     where = kept.table[kept.slots, last // PAGE] * PAGE + last % PAGE
     both = torch.randn(len(kept.k), 2, heads.kv, heads.dim, device=device).to(dtype)
@@ -83,18 +103,18 @@ def layer(
 
     def call() -> None:
         made = gemv(residual, qkv, None, of_qkv, norm=(ones, EPS), pdl=pdl)
-        q_out = made.new_empty(1, width)
+        q_out = made.new_empty(rows, width)
         q = norm_rope_store(made, caches, where, (turn, still), head_norms, q_out=q_out, pdl=pdl)
-        found = paged_decode(q, pages, plan, space, cut, pdl=pdl) if attends else q.view(1, width)
+        found = attend(q, pages) if attends else q.view(rows, width)
         gemv(found, out, None, of_out, residual=residual, pdl=pdl)
 
     return call
 
 
-def measure(size: Size, keys: int, cut: DecodeConfig, attends: bool = True) -> float:
+def measure(size: Size, lengths: list[int], cut: DecodeConfig | None, attends: bool = True) -> float:
     """Microseconds a layer."""
-    residual = torch.randn(1, size.hidden, device="cuda", dtype=torch.bfloat16)
-    shared = attention(size, keys, cut, residual.dtype, residual.device)
+    residual = torch.randn(len(lengths), size.hidden, device="cuda", dtype=torch.bfloat16)
+    shared = attention(size, lengths, cut, residual.dtype, residual.device)
     layers = [layer(size, shared, residual, attends) for _ in range(LAYERS)]
     return microseconds(layers, least=LAYERS)
 
@@ -103,17 +123,26 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--name", default="one-row")
-    parser.add_argument("--keys", type=int, default=1040)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--keys", type=int, nargs="+", default=[1040])
     args = parser.parse_args(argv)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "keys": args.keys}
-    for name, size in MODELS.items():
-        cut = decode_config(size.heads.dim, size.heads.kv, processors, 1, group=size.heads.q // size.heads.kv)
-        without = measure(size, args.keys, cut, attends=False)
-        cuts = {"as served": cut, "nothing ahead, last program merges": cut._replace(newest=0)}
-        times = {case: round(measure(size, args.keys, each) - without, 2) for case, each in cuts.items()}
-        results[name] = {"without_attention_us": round(without, 2), "attention_us": times}
-        print(name, results[name], flush=True)
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "unit": "us a layer"}
+    for (name, size), rows in product(MODELS.items(), args.rows):
+        _, kv_heads, dim = size.heads
+        cut = decode_config(dim, kv_heads, processors, rows, group=size.heads.q // kv_heads)
+        cases = {"a cluster": (None, True), "Triton": (cut, True), "none": (cut, False)}
+        found: dict[str, dict[str, float]] = {case: {} for case in cases}
+        for keys in args.keys:
+            # In turn, twice: the clock of a device that was idle is another.
+            times = [
+                {case: measure(size, [keys] * rows, *how) for case, how in cases.items()} for _ in range(2)
+            ]
+            best = {case: min(each[case] for each in times) for case in cases}
+            for case, us in best.items():
+                found[case][str(keys)] = round(us - best["none"] if case != "none" else us, 2)
+        results[f"{name}, rows {rows}"] = found
+        print(name, "rows", rows, found, flush=True)
         save(args.name, results)
     return 0
 

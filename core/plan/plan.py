@@ -125,7 +125,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     Where the step `proposes`, the drafter proposes drafts behind it, for each row that samples; a step allows
     drafts only if the one before it did.
 
-    The first `common` tokens of all decode rows are the same and in the same, whole pages.
+    The first `common` tokens of all decode rows are the same and in the same, whole pages. No decode row sees
+    more than `keys` keys.
 
     `saves` has at most `MOST_SAVES` of a slot. What they keep, slots of later plans can start from.
 
@@ -142,6 +143,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     new_slots: tuple[NewSlot, ...] = ()
     page_writes: PageWrites = NO_WRITES
     common: int = 0
+    keys: int = 0
     query_length: int = 1
     drafts: int = 0
     proposes: bool = False

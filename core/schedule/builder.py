@@ -101,6 +101,7 @@ class PlanBuilder:
             new_slots=tuple(self._new),
             page_writes=self._page_writes(),
             common=self._common,
+            keys=int(table.most[self.decode_slots].max(initial=0)),
             query_length=self.grant.query_length,
             drafts=self.grant.drafts,
             proposes=self.grant.proposes,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from core.errors import ConfigError
 from gpu.attention.backend import AttentionConfig, Cache
 from gpu.device import HOPPER
+from gpu.kernels import cuda_kernel
+from gpu.kernels.attention import cluster_decode
 from gpu.kernels.attention.cascade import PrefixConfig, prefix_attention, prefix_config
+from gpu.kernels.attention.cluster_decode import ClusterDecode
 from gpu.kernels.attention.decode import decode_workspace, paged_decode
 from gpu.kernels.attention.decode_config import DecodeConfig, latent_config, verify_config
 from gpu.kernels.attention.decode_plan import DecodePlan, plan_decode
@@ -25,6 +30,8 @@ from gpu.kernels.attention.prefill_plan import (
 )
 from gpu.kernels.attention.split_kv import Partials, partials
 from gpu.state.view import StepView
+
+log = logging.getLogger(__name__)
 
 
 def _check(config: AttentionConfig) -> None:
@@ -51,11 +58,30 @@ def _pages(config: AttentionConfig, cache: Cache, view: StepView, sinks: Tensor 
     return Pages(*cache, view.page_table, config.page_size, config.scale, config.cap, scales, sinks)
 
 
+def _cluster_decode(config: AttentionConfig) -> ClusterDecode | None:
+    """The kernel in CUDA C++ for few rows and keys; None where it is not known to be right and faster."""
+    shape = config.heads, config.kv_heads, config.head_dim, config.dtype
+    plain = not config.values and not config.cap and config.kv_scales is None
+    measured = config.pdl and config.gpu.capability == cluster_decode.CAPABILITY
+    if not (plain and measured and cluster_decode.known(*shape, config.page_size)):
+        return None
+    lacks = cuda_kernel.lack()
+    if not lacks:
+        try:
+            return ClusterDecode(*shape, config.device)
+        except RuntimeError as error:
+            lacks = str(error)
+    log.warning("Attention of few rows takes up to 2 us a layer longer: %s", lacks)
+    return None
+
+
 class TritonDecode:
     """`PhaseAttention` of decode rows. Owner: launch thread.
 
     In a graph that is `shared` the keys that all rows have in common are attended to once, in
     layers that see all positions: that many launches more, whether there are such keys or not.
+
+    Graphs of few rows have a kernel of their own, which needs no plan.
     """
 
     name = "triton"
@@ -74,6 +100,7 @@ class TritonDecode:
         most = max(cuts, key=lambda cut: cut.programs * cut.queries)
         self._space = decode_workspace(config.max_rows, heads, self._kv, dim, most, device)
         self._plans: dict[int, DecodePlan] = {}
+        self._clusters = _cluster_decode(config)
         self._prefix: PrefixConfig = prefix_config(dim)
         self._shared: Partials | None = None
         self._lse: Tensor | None = None
@@ -105,6 +132,8 @@ class TritonDecode:
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: once for each window that layers have."""
+        if self._few(view) is not None:
+            return
         self._plans = {
             window: plan_decode(
                 view.decode_slots,
@@ -126,9 +155,22 @@ class TritonDecode:
         """See `PhaseAttention.attend`."""
         rows, window = view.max_decode, self._config.windows[layer]
         q, out = q[:rows], out[:rows]
+        pages, few = _pages(self._config, cache, view, sinks), self._few(view)
+        if few is not None:
+            few(
+                q,
+                pages,
+                view.decode_slots,
+                view.decode_lengths,
+                view.num_decode,
+                out=out,
+                window=window,
+                newest=view.query,
+                pdl=self._config.pdl,
+            )
+            return
         cascades = self._cascades(window, view)
         lse = self._lse[:rows] if cascades and self._lse is not None else None
-        pages = _pages(self._config, cache, view, sinks)
         paged_decode(
             q,
             # The result of a part of the keys has no sink in it, which would count once for each part.
@@ -144,6 +186,13 @@ class TritonDecode:
         )
         if lse is not None:
             self._add_shared(pages, q, view, out.view(q.shape), lse)
+
+    def _few(self, view: StepView) -> ClusterDecode | None:
+        """The kernel for few rows and keys, if it takes this graph's."""
+        clusters = self._clusters
+        if clusters is None or view.shared or view.ancestors is not None:
+            return None
+        return clusters if clusters.takes(view.max_decode, view.deep) else None
 
     def _cascades(self, window: int, view: StepView) -> bool:
         """A window may begin behind what is shared: its layers go without."""

@@ -22,6 +22,11 @@ DEEP_KEYS = 1024
 to keep every processor busy. By interpolation: with the keys cut a layer's attention takes 9 us on an H200
 for 128 tokens behind none and 22 behind 2,048, whole 8 and 36."""
 
+DEEP_ROWS = 4
+DEEP_ROW_KEYS = 4096
+"""A step of up to so many tokens, all of decode rows, is deep where one of them sees more keys: all
+multiprocessors read them then, not those of a few clusters (`gpu.kernels.attention.cluster_decode`)."""
+
 # Structs, not tuples: as keys of one table, equal fields must not make two kinds equal.
 
 
@@ -29,8 +34,8 @@ class Forward(msgspec.Struct, frozen=True):
     """A forward of `tokens` padded tokens: at most `decode` of decode rows, and those of `chunks` chunks, of
     which at most `samples` are sampled from. One that is `shared` attends apart to the keys that the decode
     rows have in common, which takes launches of its own, and one that is `deep` cuts the keys of its chunks,
-    which takes more. With `query` above 1 a decode row has at most so many tokens, which share one pass over
-    its keys. Of a step without `adapters` no row has one."""
+    or those of its few decode rows, which takes more. With `query` above 1 a decode row has at most so many
+    tokens, which share one pass over its keys. Of a step without `adapters` no row has one."""
 
     tokens: int
     decode: int
@@ -93,7 +98,9 @@ class PaddedSizes:
             return self._sized(size, True, self._queries[-1], shared, deep)
         longest = min(plan.query_length, 1 + plan.drafts)
         query = next((size for size in self._queries if size >= longest), 1)
-        return self._sized(fit(self._samples, max(plan.num_tokens, 1)), False, query, shared)
+        size = fit(self._samples, max(plan.num_tokens, 1))
+        deep = size <= DEEP_ROWS and plan.keys > DEEP_ROW_KEYS
+        return self._sized(size, False, query, shared, deep)
 
     def samples(self, count: int) -> int:
         """See `StepSizes.samples`: the fewest."""
@@ -112,7 +119,7 @@ class PaddedSizes:
         """Those of steps without adapters."""
         for mixed, sizes in ((True, self._mixed), (False, self._samples)):
             for size, deep in product(reversed(sizes), (False, True)):
-                if deep and (not mixed or size > DEEP_TOKENS):
+                if deep and size > (DEEP_TOKENS if mixed else DEEP_ROWS):
                     continue
                 for query in self._queries[-1:] if mixed else self._longest_in(size):
                     yield self._sized(size, mixed, query, deep=deep)

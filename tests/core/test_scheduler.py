@@ -485,3 +485,14 @@ def test_a_step_holds_no_more_chunks_than_the_device_can() -> None:
     assert max(len(plan.chunks) for plan in h.executor.plans) == 3
     for request in requests:
         h.check(request)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_plan_says_how_many_keys_its_longest_row_sees(depth: int) -> None:
+    h = Harness(pages=200, depth=depth)
+    for prompt in (20, 33, 5):
+        h.request(range(prompt), max_tokens=4)
+    h.run()
+    decodes = [plan.keys for plan in h.executor.plans if len(plan.decode_slots) == 3 and not plan.chunks]
+    assert decodes == [34, 35, 36][: len(decodes)]
+    assert decodes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,15 @@ from core.plan import Chunk, StepPlan
 from core.types import NO_TOKENS
 from gpu.state.entry import CASCADE_KEYS, CASCADE_ROWS
 from gpu.step.sampling import sampling_keys
-from gpu.step.steps import DEEP_KEYS, DEEP_TOKENS, ExactSizes, Forward, PaddedSizes
+from gpu.step.steps import (
+    DEEP_KEYS,
+    DEEP_ROW_KEYS,
+    DEEP_ROWS,
+    DEEP_TOKENS,
+    ExactSizes,
+    Forward,
+    PaddedSizes,
+)
 from tests.rigs.arrays import ints
 
 STEPS = PaddedSizes(64, 2048, 16)
@@ -21,7 +31,12 @@ def padded(tokens: int, mixed: bool, query: int = 1, **kind: bool) -> Forward:
 
 
 def plan(
-    rows: int, *chunks: tuple[int, int], common: int = 0, drafts: int = 0, query_length: int = 4
+    rows: int,
+    *chunks: tuple[int, int],
+    common: int = 0,
+    drafts: int = 0,
+    query_length: int = 4,
+    keys: int = 0,
 ) -> StepPlan:
     """Decode rows, and (start, tokens) of chunks; `drafts` of all rows together."""
     tables = tuple(Chunk(100 + i, start, np.zeros(n, np.int32), True) for i, (start, n) in enumerate(chunks))
@@ -30,6 +45,7 @@ def plan(
         ints(range(1, rows + 1)) if rows else NO_TOKENS,
         tables,
         common=common,
+        keys=keys,
         query_length=query_length,
         drafts=drafts,
     )
@@ -52,6 +68,11 @@ def plan(
         (plan(CASCADE_ROWS, (5000, 9), common=CASCADE_KEYS), padded(64, True, shared=True, deep=True)),
         (plan(0, (DEEP_KEYS, DEEP_TOKENS)), padded(DEEP_TOKENS, True, deep=True)),
         (plan(1, (DEEP_KEYS, DEEP_TOKENS)), padded(320, True)),
+        (plan(1, keys=DEEP_ROW_KEYS), padded(1, False)),
+        (plan(1, keys=DEEP_ROW_KEYS + 1), padded(1, False, deep=True)),
+        (plan(DEEP_ROWS, keys=20_000), padded(DEEP_ROWS, False, deep=True)),
+        (plan(DEEP_ROWS + 1, keys=20_000), padded(8, False)),
+        (plan(1, (0, 60), keys=20_000), padded(64, True)),
     ],
 )
 def test_the_smallest_that_holds_it(step: StepPlan, expected: Forward) -> None:
@@ -88,8 +109,8 @@ def test_whatever_a_plan_takes_was_made_before(sizes: PaddedSizes) -> None:
     made = list(sizes.all())
     assert len(made) == len(set(made))
     for rows, drafts in ((0, 0), (1, 0), (1, 3), (CASCADE_ROWS, 0), (CASCADE_ROWS, 7), (20, 44), (64, 0)):
-        for longest in range(1, 10) if rows else ():
-            step = plan(rows, common=CASCADE_KEYS, drafts=drafts, query_length=longest)
+        for longest, keys in product(range(1, 10) if rows else (), (DEEP_ROW_KEYS, 20_000)):
+            step = plan(rows, common=CASCADE_KEYS, drafts=drafts, query_length=longest, keys=keys)
             assert sizes.forward(step) in made
             assert {*sampling_keys(sizes.samples(rows + drafts))} <= {*made}
         for tokens in (1, 60, 200, DEEP_TOKENS, 700, 1900):

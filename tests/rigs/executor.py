@@ -256,6 +256,7 @@ class FakeExecutor:
             drafts = self._rng.randint(0, max(min(most, left, free - 1), 0))
             left -= drafts
             queries.append(min(1 + drafts, free))
+            assert self.length[slot] + queries[-1] <= plan.keys
             if free > 0:
                 rejected = np.full(drafts, REJECTED)
                 self._store(slot, int(self.length[slot]), np.asarray([self.cell[slot], *rejected]))

@@ -20,7 +20,7 @@ def test_keys_loaded_ahead_and_a_merge_kernel_change_nothing_of_a_layer() -> Non
     for each, attends in ((cut, True), (cut._replace(newest=1), True), (cut, False)):
         torch.manual_seed(7)
         residual = start.clone()
-        shared = attention(size, 70, each, residual.dtype, residual.device)
+        shared = attention(size, [70], each, residual.dtype, residual.device)
         layer(size, shared, residual, attends, GemvConfig(8, 4))()
         found.append(residual)
     torch.testing.assert_close(found[0], found[1])  # parts are added up in another order

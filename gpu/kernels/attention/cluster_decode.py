@@ -1,0 +1,118 @@
+"""Decode attention of few rows in one launch (`cluster_decode.cu`).
+
+A lone row has work for a few microseconds, most of which it waits for memory. `paged_decode` takes two
+launches for it: programs store partial results, which a second kernel merges. Here a cluster of thread blocks
+takes a row and a KV head, and its blocks merge their results through each other's shared memory, which Triton
+does not offer.
+
+A cluster has at most 16 multiprocessors, however many keys there are: it is for few rows and few keys. µs a
+layer on an H200 for rows of 200, 1,040, 4,000 and 16,000 keys and heads of 128, in parentheses `paged_decode`
+with its merge kernel (`bench/results/history/h200-cluster-decode.json`):
+
+    1 x 8 KV heads    1.7  3.8  8.1  19.8  (3.1  5.9  10.1  23.6)
+    1 x 4             1.3  3.0  6.8  15.4  (2.8  4.4   6.9  14.2)
+    2 x 4             1.7  3.4  7.8        (3.0  5.0   9.2)
+    1 x 2             2.0  2.5  5.6  10.9  (3.2  3.8   6.0  11.6)
+    2 x 8             5.9  7.7  15.4       (4.5  7.9  14.3)        not served: 15 clusters run at once
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.attention.pages import Pages
+from gpu.kernels.cuda_kernel import Blocks, CudaKernel, compile_kernel
+
+SOURCE = Path(__file__).with_suffix(".cu")
+
+CAPABILITY = (9, 0)
+"""Where it was measured."""
+
+CHUNK = 16
+"""Keys that a warp attends to at once: a page has a multiple of them."""
+
+DIMS, GROUP = (64, 128, 256), 8
+"""Columns that a head may have, and the most query heads of a KV head."""
+
+MOST_CLUSTERS = 8
+"""KV heads times rows; at 16 some of them wait for others."""
+
+LOG2E = 1.4426950408889634
+
+
+def known(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int) -> bool:
+    """Whether the kernel can attend with such heads over such pages."""
+    fits = dim in DIMS and heads <= GROUP * kv_heads and kv_heads <= MOST_CLUSTERS
+    return fits and dtype in (torch.bfloat16, torch.float16) and page_size % CHUNK == 0
+
+
+class ClusterDecode:
+    """The kernel for a model's heads, compiled, on one GPU. Owner: launch thread."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Of what is `known`. Raises `RuntimeError` where the kernel cannot be compiled or run."""
+        self._kv_heads = kv_heads
+        # 16 warps of two matrices of 16 rows, and 8 queries: wider heads leave room for half as many.
+        warps = 16 if dim <= 128 else 8
+        self._kernels: dict[int, CudaKernel] = {}
+        for cluster in {self._cluster(rows) for rows in range(1, MOST_CLUSTERS // kv_heads + 1)}:
+            constants = {
+                "GROUP": heads // kv_heads,
+                "DIM": dim,
+                "CLUSTER": cluster,
+                "WARPS": warps,
+                "FLOAT16": int(dtype == torch.float16),
+            }
+            code = compile_kernel(SOURCE, constants, CAPABILITY)
+            blocks = Blocks(cluster, 32 * warps, warps * (2 * CHUNK + 8) * 2 * dim)
+            self._kernels[cluster] = CudaKernel(code, "cluster_decode", blocks, device)
+
+    def _cluster(self, rows: int) -> int:
+        """Thread blocks of a cluster. 16 take up to 0.7 us longer to begin and to merge than 8; but few
+        clusters of 8 are too few multiprocessors from 2,000 keys on."""
+        return 16 if rows * self._kv_heads <= 2 else 8
+
+    def takes(self, rows: int, deep: bool) -> bool:
+        """Whether it is faster than `paged_decode` for so many rows. Fewer than `MOST_CLUSTERS` clusters are
+        not where rows are `deep`, which have more keys than `gpu.step.steps.DEEP_ROW_KEYS`."""
+        clusters = rows * self._kv_heads
+        return clusters == MOST_CLUSTERS or (clusters < MOST_CLUSTERS and not deep)
+
+    def __call__(
+        self,
+        q: Tensor,
+        pages: Pages,
+        slots: Tensor,
+        lengths: Tensor,
+        num_rows: Tensor,
+        *,
+        out: Tensor,
+        window: int = 0,
+        newest: int = 1,
+        pdl: bool = False,
+    ) -> None:
+        """One query per row over its keys, grouped heads, for rows that it `takes`.
+
+        q        [rows, heads, dim], heads and dim contiguous
+        slots    int32 [rows or more]
+        lengths  int32 [rows or more]: the keys that a row sees, at least 1; padded rows have some, too
+        num_rows int32 [1] on the device; rows behind it are padding, and not written
+        out      [rows, heads * dim], contiguous
+        window   keys that a row sees at most, 0 for all
+        newest   keys of a row, at most, that this step adds: the others are read before the kernel that
+                 stores these has ended
+        """
+        rows = len(q)
+        assert not pages.cap and pages.scales == (1.0, 1.0), "no capped scores and no float8 pages"
+        assert pages.sinks is None or pages.sinks.dtype == q.dtype
+        cluster = self._cluster(rows)
+        self._kernels[cluster](
+            (cluster, self._kv_heads, rows),
+            q, q.stride(0), pages.k, pages.v, pages.k.stride(0), pages.size.bit_length() - 1,
+            pages.table, pages.table.stride(0), slots, lengths, num_rows, pages.sinks, out,
+            pages.scale * LOG2E, window, newest,
+            pdl=pdl,
+        )  # fmt: skip
