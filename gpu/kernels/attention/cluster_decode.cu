@@ -2,7 +2,7 @@
 //
 // Compiled by NVRTC with these constants:
 //   GROUP    query heads per KV head, at most 8: the width of a tensor core's tile
-//   DIM      columns of a head: 64, 128 or 256
+//   DIM      columns of a head: 64 or 128
 //   CLUSTER  thread blocks of a cluster
 //   WARPS    warps of a block
 //   FLOAT16  0: bfloat16, 1: float16

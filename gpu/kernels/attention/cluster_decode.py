@@ -7,13 +7,15 @@ does not offer.
 
 A cluster has at most 16 multiprocessors, however many keys there are: it is for few rows and few keys. µs a
 layer on an H200 for rows of 200, 1,040, 4,000 and 16,000 keys and heads of 128, in parentheses `paged_decode`
-with its merge kernel (`bench/results/history/h200-cluster-decode.json`):
+with its merge kernel (`python -m bench.kernels.one_row`, `bench/results/history/h200-cluster-decode.json`):
 
-    1 x 8 KV heads    1.7  3.8  8.1  19.8  (3.1  5.9  10.1  23.6)
-    1 x 4             1.3  3.0  6.8  15.4  (2.8  4.4   6.9  14.2)
-    2 x 4             1.7  3.4  7.8        (3.0  5.0   9.2)
-    1 x 2             2.0  2.5  5.6  10.9  (3.2  3.8   6.0  11.6)
-    2 x 8             5.9  7.7  15.4       (4.5  7.9  14.3)        not served: 15 clusters run at once
+    1 x 8 KV heads    2.1  3.6   8.0  19.6  (3.4  5.1   9.3  22.8)
+    1 x 4             1.4  2.5   6.2  14.9  (2.8  4.3   6.6  13.9)
+    1 x 2             2.0  2.4   5.1  11.7  (3.2  3.8   5.7  11.1)
+    2 x 4             1.7  2.8   7.3  19.1  (2.9  4.5   8.5  22.2)
+    2 x 8             5.2  6.9  14.7  43.7  (3.8  6.9  13.2  39.0)  not served: 15 clusters run at once
+
+Heads of 256, for which a block has room for 8 warps, were slower from 1,040 keys on.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ CAPABILITY = (9, 0)
 CHUNK = 16
 """Keys that a warp attends to at once: a page has a multiple of them."""
 
-DIMS, GROUP = (64, 128, 256), 8
+DIMS, GROUP = (64, 128), 8
 """Columns that a head may have, and the most query heads of a KV head."""
+
+WARPS = 16
+"""Of a block. Each has shared memory for 16 keys, their values, and 8 queries."""
 
 MOST_CLUSTERS = 8
 """KV heads times rows; at 16 some of them wait for others."""
@@ -55,19 +60,17 @@ class ClusterDecode:
     def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Of what is `known`. Raises `RuntimeError` where the kernel cannot be compiled or run."""
         self._kv_heads = kv_heads
-        # 16 warps of two matrices of 16 rows, and 8 queries: wider heads leave room for half as many.
-        warps = 16 if dim <= 128 else 8
         self._kernels: dict[int, CudaKernel] = {}
         for cluster in {self._cluster(rows) for rows in range(1, MOST_CLUSTERS // kv_heads + 1)}:
             constants = {
                 "GROUP": heads // kv_heads,
                 "DIM": dim,
                 "CLUSTER": cluster,
-                "WARPS": warps,
+                "WARPS": WARPS,
                 "FLOAT16": int(dtype == torch.float16),
             }
             code = compile_kernel(SOURCE, constants, CAPABILITY)
-            blocks = Blocks(cluster, 32 * warps, warps * (2 * CHUNK + 8) * 2 * dim)
+            blocks = Blocks(cluster, 32 * WARPS, WARPS * (2 * CHUNK + GROUP) * 2 * dim)
             self._kernels[cluster] = CudaKernel(code, "cluster_decode", blocks, device)
 
     def _cluster(self, rows: int) -> int:
