@@ -165,7 +165,7 @@ class TritonDecode:
                 view.num_decode,
                 out=out,
                 window=window,
-                newest=view.query,
+                newest=rows,  # one row may have all the tokens: a block of a draft model
                 pdl=self._config.pdl,
             )
             return

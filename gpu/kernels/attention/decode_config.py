@@ -91,7 +91,8 @@ def decode_config(
             return DecodeConfig(128, 4, 4, max(int(2 * per_head), 1))
         return DecodeConfig(64, 2, 5, max(int(4 * per_head), 1))
     if rows <= 4:
-        return DecodeConfig(tile, 4, 2, max(int(2 * per_head), 1), newest=int(not coarse))
+        # A row may have all the tokens: a draft model's block has no passes, but as many new keys.
+        return DecodeConfig(tile, 4, 2, max(int(2 * per_head), 1), newest=rows * int(not coarse))
     if roomy and rows <= SOME and not few:
         return DecodeConfig(tile, 4, 4, max(int(3 * per_head), 1), registers=168)
     if narrow and (few or rows > 256):
@@ -143,10 +144,9 @@ def verify_config(
     queries = min(query, ((COARSE_LANES if coarse else LANES) if plain else WIDE_LANES) // group)
     rows = cdiv(tokens, query)
     if queries < 2 or (rows == 1 and group >= LONE_GROUP):
-        cut = decode_config(
+        return decode_config(
             head_dim, kv_heads, processors, tokens, group=group, few=few, deep=deep, coarse=coarse
         )
-        return cut._replace(newest=query if cut.newest else 0)
     if plain:
         *some, (_, cut) = VERIFY[max(pow2(queries * group), 16)]
         cut = next((each for most, each in some if rows <= most and not few), cut)

@@ -17,9 +17,11 @@ from gpu.attention.triton_paged import TritonDecode
 from gpu.device import CudaFacts
 from gpu.kernels.attention import cluster_decode
 from gpu.kernels.attention.cluster_decode import CAPABILITY, ClusterDecode, known
+from gpu.kernels.attention.decode_config import verify_config
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 from gpu.kernels.cuda_kernel import Blocks, CudaKernel, compile_kernel
 from gpu.kernels.jit import compiled_ahead
+from gpu.state.view import StepView
 
 HALVES = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
@@ -91,6 +93,33 @@ def test_rows_that_it_takes(kv_heads: int, plain: list[int], deep: list[int], mo
         assert [rows for rows in (1, 2, 4, 8, 16) if kernel.takes(rows, of)] == few
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_no_key_of_the_step_is_read_early(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of a draft model is one row with all tokens of the step, which attention takes one by one."""
+    given: dict[str, Any] = {}
+
+    class Kernel:
+        def takes(self, rows: int, deep: bool) -> bool:
+            return not deep
+
+        def __call__(self, *_: Any, **more: Any) -> None:
+            given.update(more)
+
+    monkeypatch.setattr("gpu.attention.triton_paged.cuda_kernel.lack", lambda: "")
+    monkeypatch.setattr("gpu.attention.triton_paged.ClusterDecode", lambda *_: Kernel())
+    of_rows = torch.zeros(rows, dtype=torch.int32)
+    view = StepView(
+        rows, rows, 0, *[of_rows] * 11
+    )  # fmt: skip
+    backend, q = TritonDecode(QWEN), torch.zeros(rows, 32, 128)
+    backend.plan(view)
+    backend.attend(0, q, (q, q), view, q.flatten(1))
+    assert given["newest"] == rows
+    for query in range(1, 9):
+        cut = verify_config(128, 8, 132, rows, query, group=4)
+        assert cut.newest in (0, rows)
+
+
 LENGTHS = ([1], [15, 16], [17, 2048], [300, 33], [4097], [2047, 2049], [9000])
 """Of one and two rows: at the ends of chunks and of rounds of all warps (128 or 256 chunks)."""
 
@@ -155,15 +184,17 @@ def test_attention(
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.usefixtures("captures")
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_a_step_reads_the_keys_that_it_stores(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "causal"), [(1, True), (2, True), (2, False)])
+def test_a_step_reads_the_keys_that_it_stores(tokens: int, causal: bool) -> None:
     """Layers in a graph, under programmatic dependent launch: each attends to keys that the kernel before it
-    stores, and to no earlier contents of their places. A slot has one token, or one and a draft."""
+    stores, and to no earlier contents of their places. A slot has one token, one and a draft, or a draft
+    model's block, whose tokens see all of it."""
     device, heads, length = torch.device("cuda"), Heads(16, 4, 128), 1040
     kernel, width = ClusterDecode(*heads, torch.bfloat16, device), 24 * 128
     kept = pages([length] * 24, 16, heads, torch.bfloat16, device)
     at = length - tokens + torch.arange(tokens, device=device)
-    slots, lengths = kept.slots[:1].int().expand(tokens).contiguous(), (at + 1).int()
+    slots = kept.slots[:1].int().expand(tokens).contiguous()
+    lengths = (at + 1 if causal else torch.full_like(at, length)).int()
     cells = kept.table[kept.slots[0], at // 16] * 16 + at % 16
     turn = rope(tokens, heads.dim, torch.bfloat16, device)
     layers = []
