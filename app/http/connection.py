@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from app.http.errors import HttpError, fault
-from app.http.reply import error_response
+from app.http.reply import SERVER, error_response
 from core.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ class Connection(web.RequestHandler):
             # The parser's message quotes the client's bytes over several lines: keep the first.
             reason = (message or "Bad request").split("\n", 1)[0]
             response = error_response(fault(HttpError(status, f"Malformed HTTP: {reason}", "bad_http")))
+        response.headers["Server"] = SERVER  # no signal of the app sees this response
         response.force_close()
         return response
 

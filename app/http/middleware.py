@@ -14,7 +14,7 @@ from app.http.access import CLIENT_GONE, current_usage, entry, measured
 from app.http.errors import AnthropicError, CohereError, Error, ErrorShape, HttpError, OllamaError, fault
 from app.http.keys import KEYS, PERMIT, REQUEST_COUNTS, REQUEST_ID, TURNS, WARNINGS
 from app.http.limits import NOBODY, Permit
-from app.http.reply import error_response
+from app.http.reply import SERVER, error_response
 from app.http.report import usage_of
 from app.http.tenant import acting
 from app.ids import random_hex
@@ -197,7 +197,7 @@ async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     headers = response.headers
     id = request.get(REQUEST_ID) or _request_id(request)
     headers["X-Request-Id"] = headers["Request-Id"] = id  # the second is Anthropic's name for it
-    headers["Server"] = "loom"
+    headers["Server"] = SERVER
     headers["Access-Control-Allow-Origin"] = "*"
     headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
     if (permit := request.get(PERMIT)) is not None:

@@ -15,6 +15,8 @@ from aiohttp import web
 from app.http.errors import Fault
 from app.http.sse import write_timeout
 
+SERVER = "loom"
+"""The header of every response: aiohttp's default names its version and Python's."""
 PIECE = 64 * 1024
 """Bytes of a long answer encoded and written per turn of the loop: 0.3 ms for numbers."""
 SLICE = 64

@@ -491,6 +491,7 @@ async def test_what_is_no_http_is_answered_in_the_same_shape(server: Server) -> 
         writer.write(data)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.split()[1] == status, (data[:60], head)
+        assert b"\r\nServer: loom\r\n" in head, "no version of what is used"
         size = int(head.lower().split(b"content-length: ")[1].split()[0])
         error = json.loads(await reader.readexactly(size))["error"]
         assert set(error) == {"message", "type", "param", "code"}
