@@ -46,7 +46,7 @@ class Linear:
         outputs = sum(parts.values())
         self._packed = False
         self._packs = int8.pack if held == "int8" else q4.pack if held == "q4" else None
-        self.int8: int8.Packed | None = None
+        self.quantized: int8.Packed | None = None
         """The packed weight of 8 or 4 bits on a CPU, from `seal` on. `matrix.weight` is empty then."""
         self._parts = dict(parts)
         weight, scale = empty_matrix(list(parts.values()), inputs, held, dtype, device)
@@ -62,8 +62,8 @@ class Linear:
         assert isinstance(x, torch.Tensor), "a norm is left to operations alone"
         if self._packed:
             out: torch.Tensor
-            if self.int8 is not None:
-                out = int8.product(x, self.int8, bias)
+            if self.quantized is not None:
+                out = int8.product(x, self.quantized, bias)
             else:
                 out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out if ops is None else ops.add_lora(x, lora, out)
@@ -125,7 +125,7 @@ class Linear:
         if self._packs is not None:
             assert scale is not None, "8 or 4 bits without scales"
             self.matrix = self.matrix._replace(weight=weight.new_empty(0))
-            self.int8, self._packed = self._packs(weight, scale), True
+            self.quantized, self._packed = self._packs(weight, scale), True
             return
         packs = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
         packs = packs and weight.device.type == "cpu"

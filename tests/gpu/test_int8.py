@@ -208,7 +208,7 @@ def linears(model: CausalModel) -> list[Linear]:
 def bytes_of(model: CausalModel) -> int:
     """Bytes of the matrices of a sealed model. A packed matrix counts by its shape."""
     plain = [linear.matrix.weight for linear in linears(model)]
-    packed = [linear.int8 for linear in linears(model) if linear.int8 is not None]
+    packed = [linear.quantized for linear in linears(model) if linear.quantized is not None]
     return sum(each.numel() * each.element_size() for each in plain) + sum(
         each.outputs * each.inputs for each in packed
     )
