@@ -59,8 +59,8 @@ class Attention(NamedTuple):
 def attention(
     size: Size, lengths: list[int], cut: DecodeConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Attention:
-    """Return what the layers share in a step of rows with so many keys: our kernels in Triton with `cut`, in
-    CUDA C++ without."""
+    """Return what the layers share in a step of rows with `lengths` keys. They attend by the Triton kernels
+    with the config `cut`, or by `ClusterDecode` if it is None."""
     (_, heads), rows = size, len(lengths)
     kept = inputs.pages(lengths, PAGE, heads, dtype, device)
     own, pdl = kept.lengths[kept.slots], device.type == "cuda"

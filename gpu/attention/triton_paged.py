@@ -59,11 +59,12 @@ def _pages(config: AttentionConfig, cache: Cache, view: StepView, sinks: Tensor 
 
 
 def _cluster_decode(config: AttentionConfig) -> ClusterDecode | None:
-    """The kernel in CUDA C++ for few rows and keys; None where it is not known to be right and faster."""
+    """Return the CUDA C++ kernel for few rows; None where it lacks support for the config, or was not
+    measured."""
     shape = config.heads, config.kv_heads, config.head_dim, config.dtype
     plain = not config.values and not config.cap and config.kv_scales is None
     measured = config.pdl and config.gpu.capability == cluster_decode.CAPABILITY
-    if not (plain and measured and cluster_decode.known(*shape, config.page_size)):
+    if not (plain and measured and cluster_decode.supported(*shape, config.page_size)):
         return None
     lacks = cuda_kernel.lack()
     if not lacks:
@@ -81,7 +82,7 @@ class TritonDecode:
     In a graph that is `shared` the keys that all rows have in common are attended to once, in
     layers that see all positions: that many launches more, whether there are such keys or not.
 
-    Graphs of few rows have a kernel of their own, which needs no plan.
+    Graphs of few rows use `ClusterDecode`, which needs no plan.
     """
 
     name = "triton"
@@ -165,7 +166,7 @@ class TritonDecode:
                 view.num_decode,
                 out=out,
                 window=window,
-                newest=rows,  # one row may have all the tokens: a block of a draft model
+                newest=rows,  # all tokens may be one row's: a draft model's block
                 pdl=self._config.pdl,
             )
             return
@@ -188,7 +189,7 @@ class TritonDecode:
             self._add_shared(pages, q, view, out.view(q.shape), lse)
 
     def _few(self, view: StepView) -> ClusterDecode | None:
-        """The kernel for few rows and keys, if it takes this graph's."""
+        """Return the CUDA C++ kernel if it serves this graph."""
         clusters = self._clusters
         if clusters is None or view.shared or view.ancestors is not None:
             return None

@@ -1,5 +1,5 @@
-"""Kernels in CUDA C++, for what Triton cannot express: clusters of thread blocks, which write to each other's
-shared memory.
+"""Compiles and launches kernels in CUDA C++, for what Triton cannot express: clusters of thread blocks that
+write to each other's shared memory.
 
 NVRTC compiles them on the machine that runs them, in a quarter of a second. It comes with torch, as do
 NVIDIA's Python bindings (`cuda.bindings`).
@@ -31,15 +31,15 @@ class Blocks(NamedTuple):
 
 
 def lack() -> str:
-    """Return the reason why kernels in CUDA C++ cannot be compiled here; empty if they can."""
+    """Return why this machine cannot compile CUDA C++; empty if it can."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return "NVIDIA's Python bindings are missing: pip install cuda-bindings"
     return ""
 
 
 def compile_kernel(source: Path, constants: dict[str, int], capability: tuple[int, int]) -> bytes:
-    """Return the machine code of `source` with these constants. Raises `RuntimeError` with what the compiler
-    says."""
+    """Return the machine code (cubin) of `source`, compiled with `constants` as macros. Raises `RuntimeError`
+    with the compiler's log."""
     from cuda.bindings import nvrtc
 
     major, minor = capability
@@ -120,7 +120,7 @@ def _argument(value: Argument) -> tuple[Any, Any]:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return what a call of the bindings found. Raises `RuntimeError` with the name of its error."""
+    """Return the values of a CUDA call without its status. Raises `RuntimeError` with an error's name."""
     error, *found = result
     if error:
         raise RuntimeError(f"CUDA: {error.name}")

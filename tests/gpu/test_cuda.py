@@ -23,7 +23,7 @@ from core.plan import StepPlan
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
-from gpu.step.steps import Forward
+from gpu.step.steps import DEEP_ROW_KEYS, Forward
 from gpu.thread import device_thread
 from tests.rigs import int8_files, mxfp4_files, tiny_model
 from tests.rigs.captured import full, same_text
@@ -205,15 +205,39 @@ def test_text_is_the_same_in_every_configuration(moe: Path, name: str) -> None:
 
 
 def test_bfloat16_is_within_its_own_error(path: Path) -> None:
+    check_bfloat16(path, PROMPTS[0], "cuda")
+
+
+@pytest.mark.parametrize("length", [40, DEEP_ROW_KEYS - 8])
+@pytest.mark.parametrize(("name", "head_dim"), [("llama", 64), ("llama", 128), ("mistral", 64)])
+def test_one_row_is_within_its_own_error(
+    name: str, head_dim: int, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel for few rows, on both sides of the length from which another one serves."""
+    from gpu.kernels.attention.cluster_decode import CAPABILITY, ClusterDecode  # imports Triton
+
+    called, run = [], ClusterDecode.__call__
+
+    def counted(self: ClusterDecode, *args: Any, **more: Any) -> None:
+        called.append(1)
+        run(self, *args, **more)
+
+    monkeypatch.setattr(ClusterDecode, "__call__", counted)
+    path = tiny_model.build(name, tmp_path, head_dim=head_dim, max_position_embeddings=8192).path
+    check_bfloat16(path, [int(i * 37 % 251) + 3 for i in range(length)], "cuda", kv_tokens=16384)
+    assert bool(called) == (torch.cuda.get_device_capability() == CAPABILITY)
+
+
+def check_bfloat16(path: Path, prompt: list[int], device: str, **cache: Any) -> None:
     """Decoding and prefill compute the log-probabilities of the same tokens, but round in different places.
     The error of decoding, compared with float32, must be about as large as that of prefill, which is 0.03 to
     0.14 on average with these random weights."""
     params = [SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)]
-    (decoded,) = driven(executor(path, "cuda", "bfloat16"), PROMPTS[:1], params, SCHEDULE)
+    (decoded,) = driven(executor(path, device, "bfloat16", **cache), [prompt], params, SCHEDULE)
     forced = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)]
-    text, found = [[*PROMPTS[0], *decoded.tokens]], []
+    text, found = [[*prompt, *decoded.tokens]], []
     for dtype in ("bfloat16", "float32"):
-        (answer,) = driven(executor(path, "cuda", dtype), text, forced, SCHEDULE)
+        (answer,) = driven(executor(path, device, dtype, **cache), text, forced, SCHEDULE)
         found.append(np.concatenate([piece.values for piece in answer.prompt])[-16:])
     prefilled, exact = found
     own, apart = (np.abs(values - exact).mean() for values in (prefilled, decoded.logprobs))

@@ -1,13 +1,13 @@
 """Decode attention of few rows in one launch (`cluster_decode.cu`).
 
-A lone row has work for a few microseconds, most of which it waits for memory. `paged_decode` takes two
-launches for it: programs store partial results, which a second kernel merges. Here a cluster of thread blocks
-takes a row and a KV head, and its blocks merge their results through each other's shared memory, which Triton
-does not offer.
+Attention of one row takes a few microseconds, most of them waiting for memory. `paged_decode` needs two
+launches: programs store partial results, and a second kernel merges them. Here a cluster of thread blocks
+computes one row and KV head, and its blocks merge their results through each other's shared memory, which
+Triton does not offer.
 
-A cluster has at most 16 multiprocessors, however many keys there are: it is for few rows and few keys. µs a
-layer on an H200 for rows of 200, 1,040, 4,000 and 16,000 keys and heads of 128, in parentheses `paged_decode`
-with its merge kernel (`python -m bench.kernels.one_row`, `bench/results/history/h200-cluster-decode.json`):
+A cluster runs on at most 16 multiprocessors, so this is for few rows with few keys. µs a layer on an H200
+for rows of 200, 1,040, 4,000 and 16,000 keys and heads of 128, in parentheses `paged_decode` and its merge
+kernel (`python -m bench.kernels.one_row`, `bench/results/history/h200-cluster-decode.json`):
 
     1 x 8 KV heads    2.1  3.6   8.0  19.6  (3.4  5.1   9.3  22.8)
     1 x 4             1.4  2.5   6.2  14.9  (2.8  4.3   6.6  13.9)
@@ -20,6 +20,7 @@ Heads of 256, for which a block has room for 8 warps, were slower from 1,040 key
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -45,11 +46,9 @@ WARPS = 16
 MOST_CLUSTERS = 8
 """KV heads times rows; at 16 some of them wait for others."""
 
-LOG2E = 1.4426950408889634
 
-
-def known(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int) -> bool:
-    """Whether the kernel can attend with such heads over such pages."""
+def supported(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int) -> bool:
+    """Return whether the kernel supports these heads, dtype and page size."""
     fits = dim in DIMS and heads <= GROUP * kv_heads and kv_heads <= MOST_CLUSTERS
     return fits and dtype in (torch.bfloat16, torch.float16) and page_size % CHUNK == 0
 
@@ -58,7 +57,8 @@ class ClusterDecode:
     """The kernel for a model's heads, compiled, on one GPU. Owner: launch thread."""
 
     def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Of what is `known`. Raises `RuntimeError` where the kernel cannot be compiled or run."""
+        """The arguments must be `supported`. Raises `RuntimeError` where the kernel cannot be compiled or
+        run."""
         self._kv_heads = kv_heads
         self._kernels: dict[int, CudaKernel] = {}
         for cluster in {self._cluster(rows) for rows in range(1, MOST_CLUSTERS // kv_heads + 1)}:
@@ -74,13 +74,13 @@ class ClusterDecode:
             self._kernels[cluster] = CudaKernel(code, "cluster_decode", blocks, device)
 
     def _cluster(self, rows: int) -> int:
-        """Thread blocks of a cluster. 16 take up to 0.7 us longer to begin and to merge than 8; but few
-        clusters of 8 are too few multiprocessors from 2,000 keys on."""
+        """Return the thread blocks of a cluster. Starting and merging 16 takes up to 0.7 us longer than 8,
+        but one or two clusters of 8 use too few multiprocessors from 2,000 keys on."""
         return 16 if rows * self._kv_heads <= 2 else 8
 
     def takes(self, rows: int, deep: bool) -> bool:
-        """Whether it is faster than `paged_decode` for so many rows. Fewer than `MOST_CLUSTERS` clusters are
-        not where rows are `deep`, which have more keys than `gpu.step.steps.DEEP_ROW_KEYS`."""
+        """Return whether this is faster than `paged_decode` for so many rows. In `deep` graphs, whose rows
+        may have more than `gpu.step.steps.DEEP_ROW_KEYS` keys, it is only with `MOST_CLUSTERS` clusters."""
         clusters = rows * self._kv_heads
         return clusters == MOST_CLUSTERS or (clusters < MOST_CLUSTERS and not deep)
 
@@ -97,11 +97,11 @@ class ClusterDecode:
         newest: int = 1,
         pdl: bool = False,
     ) -> None:
-        """One query per row over its keys, grouped heads, for rows that it `takes`.
+        """Attend with one query per row and grouped heads, for a number of rows that it `takes`.
 
         q        [rows, heads, dim], heads and dim contiguous
         slots    int32 [rows or more]
-        lengths  int32 [rows or more]: the keys that a row sees, at least 1; padded rows have some, too
+        lengths  int32 [rows or more]: keys that a row sees, at least 1, in padded rows too
         num_rows int32 [1] on the device; rows behind it are padding, and not written
         out      [rows, heads * dim], contiguous
         window   keys that a row sees at most, 0 for all
@@ -116,6 +116,6 @@ class ClusterDecode:
             (cluster, self._kv_heads, rows),
             q, q.stride(0), pages.k, pages.v, pages.k.stride(0), pages.size.bit_length() - 1,
             pages.table, pages.table.stride(0), slots, lengths, num_rows, pages.sinks, out,
-            pages.scale * LOG2E, window, newest,
+            pages.scale * math.log2(math.e), window, newest,
             pdl=pdl,
         )  # fmt: skip

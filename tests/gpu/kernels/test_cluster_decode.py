@@ -16,7 +16,7 @@ from gpu.attention.backend import AttentionConfig
 from gpu.attention.triton_paged import TritonDecode
 from gpu.device import CudaFacts
 from gpu.kernels.attention import cluster_decode
-from gpu.kernels.attention.cluster_decode import CAPABILITY, ClusterDecode, known
+from gpu.kernels.attention.cluster_decode import CAPABILITY, ClusterDecode, supported
 from gpu.kernels.attention.decode_config import verify_config
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 from gpu.kernels.cuda_kernel import Blocks, CudaKernel, compile_kernel
@@ -64,7 +64,7 @@ def test_it_is_used_for_what_it_knows(
     shape = config.heads, config.kv_heads, config.head_dim, config.dtype
     assert made == [(*shape, config.device)] * uses
     if uses:
-        assert known(*shape, config.page_size)
+        assert supported(*shape, config.page_size)
 
 
 @pytest.mark.parametrize("lacks", ["bindings are missing", ""])
@@ -85,7 +85,7 @@ def test_where_it_cannot_be_compiled_triton_serves_and_the_log_says_so(
     ("kv_heads", "plain", "deep"), [(8, [1], [1]), (4, [1, 2], [2]), (1, [1, 2, 4, 8], [8])]
 )
 def test_rows_that_it_takes(kv_heads: int, plain: list[int], deep: list[int], monkeypatch: Any) -> None:
-    """As many clusters as run at once; of rows with many keys no fewer."""
+    """At most eight clusters; with many keys exactly eight."""
     monkeypatch.setattr(cluster_decode, "compile_kernel", lambda *_: b"")
     monkeypatch.setattr(cluster_decode, "CudaKernel", lambda *_: None)
     kernel = ClusterDecode(32, kv_heads, 128, torch.bfloat16, CPU)
@@ -95,7 +95,7 @@ def test_rows_that_it_takes(kv_heads: int, plain: list[int], deep: list[int], mo
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_no_key_of_the_step_is_read_early(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of a draft model is one row with all tokens of the step, which attention takes one by one."""
+    """All tokens of a step may belong to one row: a draft model's block."""
     given: dict[str, Any] = {}
 
     class Kernel:
@@ -121,7 +121,8 @@ def test_no_key_of_the_step_is_read_early(rows: int, monkeypatch: pytest.MonkeyP
 
 
 LENGTHS = ([1], [15, 16], [17, 2048], [300, 33], [4097], [2047, 2049], [9000])
-"""Of one and two rows: at the ends of chunks and of rounds of all warps (128 or 256 chunks)."""
+"""Keys of one or two rows, around multiples of a chunk (16) and of what all warps of a cluster take at once
+(2,048 or 4,096)."""
 
 
 @on_hopper
@@ -146,7 +147,7 @@ LENGTHS = ([1], [15, 16], [17, 2048], [300, 33], [4097], [2047, 2049], [9000])
 def test_attention(
     heads: Heads, page_size: int, window: int, sinks: bool, newest: int, dtype: torch.dtype
 ) -> None:
-    """NaN stands wherever no row sees a key, and padded rows are not written."""
+    """Keys and values that no row sees are NaN. Padded rows are not written."""
     device, scale = torch.device("cuda"), heads.dim**-0.5
     kernel = ClusterDecode(*heads, dtype, device)
     for lengths in LENGTHS:
@@ -186,9 +187,9 @@ def test_attention(
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize(("tokens", "causal"), [(1, True), (2, True), (2, False)])
 def test_a_step_reads_the_keys_that_it_stores(tokens: int, causal: bool) -> None:
-    """Layers in a graph, under programmatic dependent launch: each attends to keys that the kernel before it
-    stores, and to no earlier contents of their places. A slot has one token, one and a draft, or a draft
-    model's block, whose tokens see all of it."""
+    """A graph of 24 layers under programmatic dependent launch. Each layer must see the keys that its store
+    kernel has just written, never what was in their slots before. A row has one token, one and a draft, or a
+    draft model's block, whose tokens all see each other."""
     device, heads, length = torch.device("cuda"), Heads(16, 4, 128), 1040
     kernel, width = ClusterDecode(*heads, torch.bfloat16, device), 24 * 128
     kept = pages([length] * 24, 16, heads, torch.bfloat16, device)
@@ -237,8 +238,8 @@ extern "C" __global__ void fill(float *out, float value, long count) {
 @on_hopper
 @pytest.mark.gpu
 def test_a_kernel_in_cuda(tmp_path: Path) -> None:
-    """It runs on the current stream, and not while others are compiled ahead; what the compiler or the GPU
-    refuses is said."""
+    """A kernel runs on the current stream, and is not launched within `compiled_ahead`. Errors of compiler
+    and driver are raised."""
     path, device = tmp_path / "fill.cu", torch.device("cuda")
     path.write_text(SOURCE)
     code = compile_kernel(path, {"SCALE": 3}, CAPABILITY)
