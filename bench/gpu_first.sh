@@ -66,7 +66,7 @@ def line(*names):
 line("every_graph_is_its_work_bit_by_bit", "padding_changes_nothing")
 line("blocks_are_near_and_graphs_change_nothing", "4_bits_are_near_and_graphs_change_nothing")
 line("without_a_family_as_on_a_cpu", "mxfp4_is_near_and_graphs_change_nothing")
-line("w8a8_is_near_and_graphs_change_nothing")
+line("w8a8_is_near_and_graphs_change_nothing", "one_row_is_within_its_own_error")
 line("long_prompts_are_scored_as_on_a_cpu", "no_launch_waits_for_the_device")
 line("a_closed_executor_gives_its_memory_back", "graphs_that_nobody_holds_disturb_no_capture")
 for depth in (0, 1, 2):
