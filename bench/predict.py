@@ -224,7 +224,7 @@ def main() -> int:
     parser.add_argument("--scenario", nargs="+", default=["c32", "c256", "prefill", "short512"])
     parser.add_argument("--step-tokens", type=int, default=WHOLE)
     parser.add_argument("--itl-target", type=float, nargs="+", default=[0.0, 50.0])
-    parser.add_argument("--prefill-weight", type=float, default=32.0)
+    parser.add_argument("--prefill-weight", type=float, default=ScheduleConfig().prefill_weight)
     args = parser.parse_args()
     for model in MODELS:
         for name in args.scenario:

@@ -136,11 +136,11 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
     ] = 0.0
     prefill_weight: Annotated[
         float,
-        "with --itl-target, prompts take at most this share of the device's time beside decode rows: "
-        "w * prompts / (w * prompts + rows)",
+        "prompts take at most this share of the device's time beside decode rows: "
+        "w * prompts / (w * prompts + rows), where w is this weight; 0: they take what they can",
         "WEIGHT",
-        Meta(gt=0),
-    ] = 32.0
+        Meta(ge=0),
+    ] = 64.0
     max_running: Annotated[int, "maximum running requests; 0: chosen by device", "REQUESTS", Meta(ge=0)] = 0
     order: Annotated[
         SchedulePolicy,

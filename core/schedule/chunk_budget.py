@@ -26,8 +26,10 @@ SPACING: Final = 512
 """Tokens between the sizes that are considered beyond the measured ones."""
 LEARNING: Final = 1 / 8
 """Weight of a step's seconds in the averages of what the costs leave out."""
+HELD: Final = 0.05
+"""Seconds that the account holds at most without a target. It fills while prompts wait for memory."""
 MOST_EXCESS: Final = 4.0
-"""Times the known seconds: more is an accident."""
+"""Times the known seconds, or the average: more is an accident."""
 SCALES: Final = (0.5, 2.0)
 """What measured seconds of steps with chunks may be of the predicted ones."""
 SEVERAL: Final = 4
@@ -40,18 +42,21 @@ MOST_CUT: Final = 1 / 3
 
 
 class _Spent(NamedTuple):
-    """A step in flight: its decode tokens, whether it has chunks, and its seconds as predicted."""
+    """A step in flight: its decode tokens, its prompt tokens, its seconds as predicted, and the share of its
+    seconds that went to the account; 0: none did."""
 
     rows: int
-    mixed: bool
+    tokens: int
     seconds: float
+    share: float
 
 
 class ChunkBudget:
     """Keeps streams fluent while prompts are computed. In steps with decode rows
 
-    size   a step takes at most `--itl-target`: that is the gap between two tokens of each row. Of the sizes
-           that do, chunks have the largest whose prompt tokens per second are close to the best (`NEAR_BEST`)
+    size   with `--itl-target` a step takes at most so long: that is the gap between two tokens of each row.
+           Of the sizes that do, chunks have the largest whose prompt tokens per second are close to the
+           best (`NEAR_BEST`)
     share  between steps with chunks come steps without, so that prompts take at most the share
 
                weight * prompts / (weight * prompts + rows)
@@ -60,27 +65,34 @@ class ChunkBudget:
 
     Steps without rows take all that they can hold. The share is an account: each step pays in that share of
     its seconds, and chunks pay what a step takes longer than its rows alone; while it is overdrawn, prompts
-    pause. It holds at most one target, and nothing while no prompt waits.
+    pause. It holds at most one target, or `HELD`, and nothing while no prompt waits: the debt that the last
+    one left is paid back then, as if one waited.
 
     A step's seconds are known from costs that the executor measured. What they leave out, decode rows' reads
     of KV above all, is averaged over steps without chunks; and steps with chunks are compared with what was
-    predicted for them.
+    predicted for them. Without a target no cost is measured: seconds of steps without chunks and of a prompt
+    token are averaged.
 
     Owner: event loop.
     """
 
     def __init__(self, config: ScheduleConfig, capabilities: Capabilities) -> None:
-        """Without measured costs, or a target, nothing is limited."""
+        """Without measured costs, or a target, sizes are not limited."""
         costs, most = capabilities.chunk_costs, capabilities.max_step_tokens
         self._padded = capabilities.step_sizes if capabilities.causal else ()
         self._target = 1e-3 * config.itl_target
-        self.limits = costs is not None and self._target > 0
+        self._sized = costs is not None and self._target > 0
         self._weight = config.prefill_weight
         self._flights: deque[_Spent] = deque()
         self._account = 0.0
         self._excess = 0.0
+        """Seconds of a step without chunks beyond its costs: all of them where no cost is measured."""
         self._scale = 1.0
-        if costs is not None:
+        self._prompt_seconds = self._prompt_tokens = 0.0
+        """Of the last steps with chunks, beyond what their rows took, where no cost is measured. Sums, of
+        which each step leaves `1 - LEARNING`: one of few tokens, which take longer each, counts little."""
+        self._seconds, self._pair = np.zeros(most + 1), 0.0
+        if costs is not None and self._sized:
             # A step that cost nothing would pay nothing into the account, and prompts would wait for ever.
             self._seconds, self._pair = np.maximum(costs.step.upto(most), LEAST_SECONDS), costs.pair
             known = np.array(costs.step.sizes)
@@ -91,10 +103,12 @@ class ChunkBudget:
     def room(self, room: int, rows: int, start: int) -> int:
         """Prompt tokens that a step of `rows` decode tokens with `room` left may take, the first of them
         behind `start` tokens of their prompt."""
-        if not self.limits or not rows:
+        if not rows:
             return room
         if self._account < 0:
             return 0
+        if not self._sized:
+            return room
         chunks = self._sizes - rows
         alone = self._seconds[self._sizes] + self._excess
         seconds = self._scale * (alone + self._pair * chunks * (start + chunks / 2))
@@ -122,31 +136,56 @@ class ChunkBudget:
 
     def spend(self, plan: PlanBuilder) -> None:
         """A step was planned."""
-        if not self.limits:
-            return
         rows, tokens, prompts = plan.decode_tokens, plan.prompt_tokens, plan.prompts
-        seconds = plain = float(self._seconds[rows]) + self._excess
-        if tokens:
+        seconds = float(self._seconds[rows]) + self._excess
+        share, waiting = 0.0, max(prompts, 1)
+        if rows and self._weight:
+            share = self._weight * waiting / (self._weight * waiting + rows)
+        if tokens and self._sized:
             known = float(self._seconds[rows + tokens]) + self._excess
             seconds = self._scale * (known + self._pair * plan.pairs)
-        self._flights.append(_Spent(rows, tokens > 0, seconds))
-        if not rows or not prompts:
-            self._account = 0.0
-            return
-        share = self._weight * prompts / (self._weight * prompts + rows)
-        self._account = min(self._account + share * seconds - max(seconds - plain, 0.0), self._target)
+        elif tokens and self._prompt_tokens:
+            seconds += tokens * self._prompt_seconds / self._prompt_tokens
+        self._flights.append(spent := _Spent(rows, tokens, seconds, share))
+        self._account = self._capped(self._account + self._paid(spent, seconds)) if share else 0.0
+        if not prompts:
+            self._account = min(self._account, 0.0)
 
     def learn(self, seconds: float) -> None:
         """Record that the oldest step in flight took `seconds`; 0: the executor did not measure it."""
-        if not self.limits:
+        spent = self._flights.popleft()
+        if not seconds:
             return
-        rows, mixed, predicted = self._flights.popleft()
-        if not seconds or not rows:
-            return
-        if mixed:
-            found = self._scale * seconds / predicted
+        if not self._sized:
+            self._learn_unmeasured(spent, seconds)
+        elif spent.rows and spent.tokens:
+            found = self._scale * seconds / spent.seconds
             self._scale += (min(max(found, SCALES[0]), SCALES[1]) - self._scale) * LEARNING
-        else:
-            known = float(self._seconds[rows])
+        elif spent.rows:
+            known = float(self._seconds[spent.rows])
             beyond = min(max(seconds - known, 0.0), MOST_EXCESS * known)
             self._excess += (beyond - self._excess) * LEARNING
+
+    def _learn_unmeasured(self, spent: _Spent, seconds: float) -> None:
+        """The same without measured costs. What the step has paid is corrected: a prediction from steps of a
+        few tokens may be far off."""
+        if spent.seconds:
+            seconds = min(seconds, MOST_EXCESS * spent.seconds)
+        if spent.tokens:
+            beyond = max(seconds - self._excess * (spent.rows > 0), 0.0)
+            self._prompt_seconds += beyond - self._prompt_seconds * LEARNING
+            self._prompt_tokens += spent.tokens - self._prompt_tokens * LEARNING
+        else:
+            self._excess += (seconds - self._excess) * (LEARNING if self._excess else 1.0)
+        if spent.share:
+            correction = self._paid(spent, seconds) - self._paid(spent, spent.seconds)
+            self._account = self._capped(self._account + correction)
+
+    def _paid(self, spent: _Spent, seconds: float) -> float:
+        """What a step of so many seconds pays in, without what its chunks pay."""
+        plain = float(self._seconds[spent.rows]) + self._excess
+        # Before a step without chunks was measured nothing is paid: what those pay in is not known.
+        return spent.share * seconds - (max(seconds - plain, 0.0) if plain and spent.tokens else 0.0)
+
+    def _capped(self, account: float) -> float:
+        return min(account, self._target or HELD)

@@ -133,6 +133,73 @@ def test_one_prompt_beside_one_row_hardly_pauses() -> None:
     assert sum(not plan.chunks for plan in found) < len(found) / 8
 
 
+@pytest.mark.parametrize("weight", [0.5, 4.0])
+def test_prompts_take_their_share_by_the_seconds_that_steps_took(weight: float) -> None:
+    """On a device that takes 1 ms, and 0.1 ms for each token of a prompt. No cost was measured."""
+    h = harness(target=0.0, costs=None, prefill_weight=weight)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
+    decoding(h, rows=4, max_tokens=2_500)
+    h.request(range(1, 2_001), 1)
+    found = plans(h)
+    prompt = [sum(len(chunk.tokens) for chunk in plan.chunks) for plan in found]
+    whole = sum(1e-3 + 1e-4 * tokens for tokens in prompt)
+    share = weight / (weight + 4)
+    assert 1e-4 * sum(prompt) == pytest.approx(share * whole, abs=0.041), "to a step of 400 tokens"
+    assert max(prompt) > STEP - 8, "sizes are not limited"
+
+
+@pytest.mark.parametrize(("weight", "seconds"), [(0.0, 1e-3), (0.5, 0.0)], ids=["no weight", "no clock"])
+def test_without_a_weight_or_seconds_prompts_never_pause(weight: float, seconds: float) -> None:
+    h = harness(target=0.0, costs=None, prefill_weight=weight)
+    h.executor.seconds, h.executor.token_seconds = seconds, 0.1 * seconds
+    decoding(h, rows=4)
+    h.request(range(1, 4_001), 1)
+    assert all(plan.chunks for plan in plans(h))
+
+
+def test_prompts_go_on_where_no_row_decoded_alone_before() -> None:
+    """What a step without chunks takes is not known then, nor what it would pay in."""
+    h = harness(target=0.0, costs=None, prefill_weight=0.5)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
+    requests = [h.request([first] * 300, 40) for first in range(1, 9)]
+    h.run()
+    for request in requests:
+        h.check(request)
+
+
+def test_a_caller_that_sends_one_prompt_after_the_other_pays_for_each() -> None:
+    """No prompt waits between two of its own: what the last one took is paid back nevertheless."""
+    h = harness(target=0.0, costs=None, prefill_weight=4.0)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
+    decoding(h, rows=4, max_tokens=3_000)
+    prompts, before = 5, len(h.executor.plans)
+    for number in range(prompts):
+        long = h.request(range(1000 * number, 1000 * number + 380), 1)
+        while not h.delivered[long.id]:
+            h.turn()
+    steps = len(h.executor.plans) - before
+    share = prompts * 0.038 / (prompts * 0.038 + steps * 1e-3)
+    assert share < 0.6, "half of the time, and the last prompt has not paid yet"
+
+
+def test_an_accident_does_not_stop_prompts_for_long() -> None:
+    """One step that took a minute counts as four times the average."""
+    h = harness(target=0.0, costs=None, prefill_weight=4.0)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
+    decoding(h, rows=4, max_tokens=3_000)
+    first = h.request(range(1, 1_001), 1)
+    while not h.delivered[first.id]:
+        h.turn()
+    h.executor.seconds = 60.0
+    h.turn()
+    h.executor.seconds = 1e-3
+    second = h.request(range(2_001, 3_001), 1)
+    before = len(h.executor.plans)
+    while not h.delivered[second.id]:
+        h.turn()
+    assert len(h.executor.plans) - before < 200
+
+
 def budget(costs: ChunkCosts = COSTS) -> ChunkBudget:
     sizes = Capabilities(
         num_pages=2, page_size=1, max_rows=64, context_length=9, vocab_size=9, max_step_tokens=STEP,

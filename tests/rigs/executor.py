@@ -94,8 +94,8 @@ class FakeExecutor:
         self.eager = eager
         self.fail_at = fail_at
         self.nan_slots: set[int] = set()
-        self.seconds = 0.0
-        """Of each step."""
+        self.seconds = self.token_seconds = 0.0
+        """Of each step, and of each token of its chunks beyond that."""
         self._rng = random.Random(seed)
         self.logprob_slots: dict[int, int] = {}
         self.hidden_slots: dict[int, bool] = {}
@@ -243,8 +243,11 @@ class FakeExecutor:
             plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan, before),
             experts=self._experts(plan, before),
             counts=None if all(len(made) == 1 for made in rows) else counts,
-            drafted=drafted if capabilities.max_drafts else None, seconds=self.seconds,
+            drafted=drafted if capabilities.max_drafts else None, seconds=self._taken(plan),
         )  # fmt: skip
+
+    def _taken(self, plan: StepPlan) -> float:
+        return self.seconds + self.token_seconds * sum(len(chunk.tokens) for chunk in plan.chunks)
 
     def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:
         """The tokens that each decode row accepts, and its query length. All tokens are stored before any row
