@@ -1,12 +1,18 @@
 """Cost of one client's options for other clients: `python -m bench.neighbours --model DIR --tokenizer DIR`.
 
 Plain greedy streams run beside one intruder at a time. Runs with and without the intruder's option are
-interleaved, so that drift affects both. Each run gives the throughput and the p99 inter-token latency of the
-plain streams, over the time in which all of them and the intruder stream. The result has the medians of
+interleaved, so that drift affects both; without `n`, beams and embeddings the intruder sends as many requests
+of the same length instead. Each run gives the throughput and the p99 inter-token latency of the
+plain streams, over the time in which all of them and the intruder run. The result has the medians of
 `--rounds` pairs of runs, and two figures with their limits:
 
     slower_share   median relative loss of throughput            0.03
     p99_more_ms    median increase of p99 inter-token latency    3.0
+
+Then callers send prompts of --long tokens, each the next one when it has the first token, and the figures are
+
+    speed   throughput of the streams over that without callers              one 0.5   four 0.25
+    times   median first token of the callers over that without streams     one 3     four 1.5
 
 Starts a server with random weights, or measures the one at `--url`, which needs `--logit-processor
 favour=bench.neighbours:favour` for the intruder "processor". Bias: the client shares the server's cores.
@@ -18,8 +24,9 @@ import argparse
 import asyncio
 import gc
 import tempfile
+import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -40,17 +47,37 @@ SLOWER_SHARE, P99_MORE_MS = 0.03, 3.0
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+WORK_TOKENS = 500
+"""Prompt tokens of work that is posted."""
+
+ALONE = 5
+"""Requests of each caller without streams."""
+
 MIN_TOKENS = 32
 """`min_tokens` of the intruder of this name: at most --output-len."""
 
 _SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": msgspec.json.decode(ROWS)}}
 
+_TEXT = {"type": "string", "maxLength": 2_000}
+_OBJECT = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
+_BOUNDED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": _OBJECT}}
+
+_SHORT: Mapping[str, Any] = MappingProxyType({"max_tokens": 32, "temperature": 0.0, "ignore_eos": True})
+_PROMPT: Mapping[str, Any] = MappingProxyType({"max_tokens": 1, "temperature": 0.0})
+
 
 class Intruder(NamedTuple):
-    """A stream beside the plain ones: the fields of its option, and its endpoint."""
+    """A stream beside the plain ones: the fields of its option, and its endpoint.
+
+    With a `work` it is no stream: it posts completions with these fields and a new prompt each time, one with
+    the option, or `instead` as many without it, and reads whole answers. Without the option there are
+    completions in place of embeddings.
+    """
 
     option: Mapping[str, Any]
     endpoint: str = "completions"
+    work: Mapping[str, Any] | None = None
+    instead: int = 1
 
 
 INTRUDERS: Mapping[str, Intruder] = MappingProxyType(
@@ -62,7 +89,26 @@ INTRUDERS: Mapping[str, Intruder] = MappingProxyType(
         "min_tokens": Intruder({"min_tokens": MIN_TOKENS, "stop_token_ids": list(range(1, 20))}),
         "penalties": Intruder({"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}),
         "json_schema": Intruder({"response_format": _SCHEMA}),
+        "bounded_string": Intruder({"response_format": _BOUNDED}),
+        "n": Intruder({"n": 8}, work=_SHORT, instead=8),
+        "beams": Intruder({"use_beam_search": True, "n": 4}, work={**_PROMPT, "max_tokens": 16}, instead=4),
+        "echo": Intruder({"echo": True, "logprobs": 1}, work=_PROMPT),
+        "hidden_states": Intruder({"return_hidden_states": True}, work=_PROMPT),
+        "embeddings": Intruder({}, "embeddings", work=_PROMPT),
     }
+)
+
+
+class Callers(NamedTuple):
+    """Callers of long prompts: their number, and the limits of the two figures."""
+
+    number: int
+    speed: float
+    times: float
+
+
+LONG: Mapping[str, Callers] = MappingProxyType(
+    {"one_caller": Callers(1, 0.5, 3.0), "four_callers": Callers(4, 0.25, 1.5)}
 )
 
 
@@ -111,22 +157,90 @@ def verdict(pairs: Sequence[tuple[Figures, Figures]]) -> dict[str, Any]:
 class Neighbours:
     """Runs against one server. Owner: event loop."""
 
-    def __init__(self, target: Target, model: str, work: Workload) -> None:
-        self._clients = {endpoint: Client(target, endpoint) for endpoint in ("completions", "chat")}
-        self._plain = Source(work, model)
+    def __init__(self, url: str, model: str, work: Workload, long: Workload) -> None:
+        self._url, self._model = url, model
+        self._clients = {each: Client(Target.of(url), each) for each in ("completions", "chat")}
+        self._plain, self._long = Source(work, model), Source(long, model)
         text = msgspec.structs.replace(work, endpoint="chat", prompt_kind="text")
         self._sources = {"completions": self._plain, "chat": Source(text, model)}
         self._streams = work.requests
+        self._sent = 0
+        self._prompts = np.random.default_rng(0)
+        self._vocab = work.vocab_low, work.vocab_high
 
     async def run(self, intruder: Intruder, option: bool) -> Figures:
         """Run all plain streams beside an intruder, which sends its next request when its answer ends."""
-        others: list[Record] = []
         extra = intruder.option if option else {}
+
+        async def other() -> Record:
+            if intruder.work is None:
+                return await self._send(intruder.endpoint, self._streams, extra)
+            return await self._post_all(intruder, option)
+
+        streams, others = await self._beside(other)
+        return figures(streams, others)
+
+    async def beside(self, callers: int) -> tuple[Figures, list[float]]:
+        """Run all plain streams beside so many callers of long prompts. Returns the seconds to the callers'
+        first tokens too, of the requests sent while all streams ran."""
+        streams, others = await self._beside(*[self._call] * callers)
+        began, ended = max(each.times[0] for each in streams), min(each.times[-1] for each in streams)
+        firsts = [each for each in others if each.sent >= began and each.times[0] <= ended]
+        # Without callers the streams' own time counts.
+        found = figures(streams, others or [Record(index=0, times=[began, ended])])
+        return found, [each.times[0] - each.sent for each in firsts]
+
+    async def callers_alone(self, callers: int) -> list[float]:
+        """Seconds to the first tokens of so many callers, who send `ALONE` requests each."""
+
+        async def several() -> list[Record]:
+            return [await self._call() for _ in range(ALONE)]
+
+        records = await asyncio.gather(*(several() for _ in range(callers)))
+        return [each.times[0] - each.sent for listed in records for each in listed]
+
+    async def _beside(self, *others: Callable[[], Awaitable[Record]]) -> tuple[list[Record], list[Record]]:
+        """Run all plain streams, and the others again and again until one stream has ended."""
+        found: list[Record] = []
+
+        async def again(other: Callable[[], Awaitable[Record]]) -> None:
+            while not any(task.done() for task in plain):
+                found.append(await other())
+
         async with asyncio.TaskGroup() as group:
             plain = [group.create_task(self._send("completions", i)) for i in range(self._streams)]
-            while not any(task.done() for task in plain):
-                others.append(await self._send(intruder.endpoint, self._streams, extra))
-        return figures([task.result() for task in plain], others)
+            for other in others:
+                group.create_task(again(other))
+        return [task.result() for task in plain], found
+
+    async def _call(self) -> Record:
+        """A long prompt that none sent before."""
+        self._sent += 1
+        record, _ = await self._clients["completions"].send(self._long.request(self._sent))
+        if record.bad is not None:
+            raise RuntimeError(f"a long prompt failed: {record.bad} {record.detail}")
+        return record
+
+    async def _post_all(self, intruder: Intruder, option: bool) -> Record:
+        """The work of an intruder, once: its times are its begin and its end."""
+        assert intruder.work is not None
+        prompt = self._prompts.integers(*self._vocab, WORK_TOKENS).tolist()
+        path, body = "completions", {"model": self._model, "prompt": prompt, **intruder.work}
+        if option and intruder.endpoint == "embeddings":
+            path, body = "embeddings", {"model": self._model, "input": prompt}
+        elif option:
+            body |= intruder.option
+        count = 1 if option else intruder.instead
+        began = time.perf_counter()
+        await asyncio.gather(*(asyncio.to_thread(self._post, path, body) for _ in range(count)))
+        return Record(index=0, times=[began, time.perf_counter()])
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        """Post to a path below /v1, and read the answer. Raises `HTTPError`."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/v1/{path}", msgspec.json.encode(body), headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
 
     def close(self) -> None:
         """Close the connections."""
@@ -144,14 +258,19 @@ class Neighbours:
         return record
 
 
-async def measure(url: str, names: Sequence[str], rounds: int, work: Workload) -> dict[str, Any]:
-    """The figures of every intruder of `names`."""
+async def measure(
+    url: str, names: Sequence[str], rounds: int, work: Workload, long: Workload
+) -> dict[str, Any]:
+    """The figures of every intruder of `names`, and of all callers."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         model = msgspec.json.decode(answer.read())["data"][0]["id"]
-    neighbours = Neighbours(Target.of(url), model, work)
+    neighbours = Neighbours(url, model, work, long)
     gc.disable()  # a garbage collection of the client would show as a gap
     try:
-        return {name: await _pairs(neighbours, name, rounds) for name in names}
+        return {
+            "intruders": {name: await _pairs(neighbours, name, rounds) for name in names},
+            "callers": await _callers(neighbours, rounds),
+        }
     finally:
         gc.enable()
         neighbours.close()
@@ -170,6 +289,31 @@ async def _pairs(neighbours: Neighbours, name: str, rounds: int) -> dict[str, An
     return found
 
 
+async def _callers(neighbours: Neighbours, rounds: int) -> dict[str, Any]:
+    """The two figures of every number of callers."""
+    results = {}
+    plain = [(await neighbours.beside(0))[0] for _ in range(rounds)]
+    for name, callers in LONG.items():
+        alone = await neighbours.callers_alone(callers.number)
+        beside = [await neighbours.beside(callers.number) for _ in range(rounds)]
+        firsts = [first for _, each in beside for first in each]
+        if not firsts:
+            raise RuntimeError("no caller had a first token while all streams ran: increase --output-len")
+        speed = median(found.tok_s for found, _ in beside) / median(found.tok_s for found in plain)
+        times = median(firsts) / median(alone)
+        results[name] = {
+            "speed": round(speed, 3),
+            "times": round(times, 2),
+            "tok_s": round(median(found.tok_s for found, _ in beside), 1),
+            "p99_ms": round(median(found.p99_ms for found, _ in beside), 1),
+            "first_ms": round(1e3 * median(firsts), 1),
+            "first_alone_ms": round(1e3 * median(alone), 1),
+            "holds": speed >= callers.speed and times <= callers.times,
+        }
+        print(name, results[name], flush=True)
+    return results
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write bench/results/NAME.json."""
     parser = argparse.ArgumentParser(
@@ -182,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--long", type=int, default=12_000, help="prompt tokens of a caller")
     parser.add_argument("--vocab-high", type=int, default=90_000)
     args, flags = parser.parse_known_args(argv)
     names = args.intruders.split(",")
@@ -192,8 +337,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         output_len=args.output_len, vocab_low=min(1_000, args.vocab_high // 2), vocab_high=args.vocab_high,
     )  # fmt: skip
 
+    long = msgspec.structs.replace(work, name="callers", input_len=args.long, output_len=1)
+
     def found(url: str) -> dict[str, Any]:
-        return uvloop.run(measure(url, names, args.rounds, work))
+        return uvloop.run(measure(url, names, args.rounds, work, long))
 
     if args.url:
         results = found(args.url)
@@ -207,7 +354,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             finally:
                 server.stop()
     sizes = {"streams": args.streams, "rounds": args.rounds, "output_len": args.output_len}
-    write(args.name, {**sizes, "input_len": args.input_len, "server_flags": flags, "intruders": results})
+    write(
+        args.name, {**sizes, "input_len": args.input_len, "long": args.long, "server_flags": flags, **results}
+    )
 
 
 if __name__ == "__main__":

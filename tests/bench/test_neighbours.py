@@ -10,7 +10,7 @@ import pytest
 from bench import neighbours, results
 from bench.chaos.tiny import dummy_model
 from bench.load.records import Record
-from bench.neighbours import INTRUDERS, Figures, figures, verdict
+from bench.neighbours import INTRUDERS, LONG, Figures, figures, verdict
 
 
 def record(*times: float) -> Record:
@@ -47,10 +47,13 @@ def test_it_runs_with_every_intruder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(neighbours, "SERVER", ["--device", "cpu", "--load-format", "dummy"])
     model = dummy_model(tmp_path / "model")
-    sizes = ["--streams", "3", "--rounds", "1", "--input-len", "8", "--output-len", "40"]
+    monkeypatch.setattr(neighbours, "WORK_TOKENS", 20)
+    sizes = ["--streams", "3", "--rounds", "1", "--input-len", "8", "--output-len", "60", "--long", "200"]
     server = ["--model", str(model), "--kv-tokens", "4096", "--max-running", "8"]
     template = ["--chat-template", str(model / "template.jinja")]
     neighbours.main([*sizes, "--vocab-high", "200", *server, *template])
     found = json.loads((tmp_path / "neighbours.json").read_text())
     assert list(found["intruders"]) == list(INTRUDERS)
     assert all(each["with"]["tok_s"] > 0 for each in found["intruders"].values())
+    assert list(found["callers"]) == list(LONG)
+    assert all(each["speed"] > 0 and each["times"] > 0 for each in found["callers"].values())
