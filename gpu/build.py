@@ -58,13 +58,14 @@ from gpu.ops.plain import TorchOps
 from gpu.ops.ranks import RankOps, TableOps
 from gpu.parts import Parts, Sizes, Target
 from gpu.ranks import Rank
-from gpu.runner import Machine, ModelRunner
+from gpu.runner import ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors, shared
 from gpu.shard import ALONE, Shard
 from gpu.sizes import choose_sizes, fit_rope, with_budget
 from gpu.state.view import StepView
 from gpu.step.begin import begin_step
+from gpu.step.machine import Machine
 from gpu.step.rings import Entries
 from gpu.step.shape import Shape
 from gpu.step.shapes import mixed_sizes, most_samples

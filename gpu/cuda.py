@@ -35,10 +35,11 @@ from gpu.ops.ranks import RankOps, TableOps
 from gpu.parts import Parts
 from gpu.peers import PeerRank
 from gpu.ranks import Rank
-from gpu.runner import Machine, ModelRunner
+from gpu.runner import ModelRunner
 from gpu.state.entry import CASCADE_ROWS
 from gpu.state.view import StepView
 from gpu.step.graphs import CudaGraphs, Plain
+from gpu.step.machine import Machine
 from gpu.step.rings import Entries
 from gpu.step.shape import Shape
 from gpu.step.steps import PaddedSizes

@@ -7,9 +7,9 @@
 
 A GPU replays graphs of padded sizes; a CPU, and an encoder on any device, calls the same work in the plan's
 own sizes (`Machine`). The host does nothing per row but write the entry. What no graph holds is launched
-plainly on the same buffers: prompt log-probabilities, hidden states, experts, prompts of embeddings and texts
-in pairs; and by the sampling stage (`gpu.step.sampling`) log-probabilities of the rows that ask and logit
-processors. Nothing here waits for the device.
+plainly on the same buffers: what is read of the hidden states of all tokens; forwards that report experts, or
+that take embeddings or texts in pairs; and by the sampling stage (`gpu.step.sampling`) log-probabilities of
+the rows that ask and logit processors. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,7 +28,6 @@ from torch import Tensor
 from core.command import Command, CommandDone
 from core.costs import MeasuredCosts
 from core.plan import StepPlan
-from gpu.attention import AttentionBackend
 from gpu.context import ForwardContext
 from gpu.draft.drafter import Drafter, StepOutcome
 from gpu.draft.stage import DraftStage
@@ -42,68 +41,41 @@ from gpu.kv.states import StatePool
 from gpu.maintenance import Maintenance
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
-from gpu.ops.delta import gated_delta
 from gpu.prompt import score_prompts
-from gpu.ranks import Rank
-from gpu.sample.kernels import SamplingKernels
 from gpu.sample.processors import Processor
-from gpu.state.recurrent import DeltaRule, StepStates
+from gpu.state.recurrent import StepStates
 from gpu.state.tables import SlotTables
 from gpu.state.view import ChunkRow, PackedRows, StepView, place
-from gpu.step.begin import BeginStep
 from gpu.step.buffers import StepBuffers
 from gpu.step.costs import is_late, measure_chunks
-from gpu.step.graphs import Launcher, Launches, Work, collect_frozen
+from gpu.step.graphs import Launches, Work, collect_frozen
 from gpu.step.launched import Answer, LaunchedStep, Marks, mark
+from gpu.step.machine import Machine
 from gpu.step.paths import PathMover
 from gpu.step.rings import Entries, Rings, Ticket
 from gpu.step.sampling import Key, Sampled, SamplingDevice, SamplingStage
 from gpu.step.shape import Shape
-from gpu.step.steps import Forward, StepSizes
+from gpu.step.steps import Forward
 from gpu.thread import assert_device_thread
 from gpu.transfer import upload
 
 StepKey = Forward | Key | DraftKey
 
 
-class Machine(NamedTuple):
-    """How steps are run.
-
-    sizes     of the launches: padded for graphs, or exact
-    launcher  makes graphs; None where work is called in exact sizes
-    ops       of each step's layers, over the pages of a pool
-    begin     the first kernel of a step
-    sampling  the last ones
-    pdl       programmatic dependent launch
-    rank      which of several this is
-    paced     the costs of chunks are to be measured
-    delta     linear attention
-    ahead     a context in which kernels are compiled in parallel and not launched; None: there is none
-    """
-
-    device: torch.device
-    sizes: StepSizes
-    launcher: Callable[[], Launcher] | None
-    attention: AttentionBackend
-    ops: Callable[[KvPool], Callable[[StepView], Ops]]
-    begin: BeginStep
-    sampling: SamplingKernels
-    pdl: bool = False
-    rank: Rank | None = None
-    paced: bool = False
-    delta: DeltaRule = gated_delta
-    ahead: Callable[[], AbstractContextManager[None]] | None = None
-
-
 class Uncaptured(NamedTuple):
-    """What a plan's forward needs that no graph holds. `every`: hidden states of all rows are wanted, not
-    only of those that sample. `routes` gets what routers choose, of every row."""
+    """What a plan's forward needs that no graph holds, or few: with `every` the hidden states of all rows,
+    not only of those that sample. `routes` gets what routers choose, of every row."""
 
     every: bool
     placed: tuple[ChunkRow, ...]
     embedded: Embedded | None
     segments: Tensor | None
     routes: list[Tensor] | None
+
+    @property
+    def every_alone(self) -> bool:
+        """Nothing but `every` is needed."""
+        return self.every and self.embedded is None and self.segments is None and self.routes is None
 
 
 class Pages(NamedTuple):
@@ -132,6 +104,9 @@ class ModelRunner:
         limits = entries.limits
         self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts, limits.trees)
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden, shape.places)
+        if machine.launcher is not None:
+            keys = [key for key in machine.sizes.all() if isinstance(key, Forward) and key.every]
+            buffers.keep_every(max((key.tokens for key in keys), default=0))
         self._rings = Rings(entries, machine.device)
         self._paths = PathMover(buffers, machine.sampling, machine.pdl)
         self._drafts: DraftStage | None = None
@@ -169,6 +144,9 @@ class ModelRunner:
         self._prepare(plan, ticket)
         key, uncaptured, answer = self._machine.sizes.forward(plan), self._uncaptured(plan), Answer()
         if uncaptured is None:
+            launches[key]()
+        elif (held := self._held(plan, key, uncaptured)) is not None:
+            key, hidden = held
             launches[key]()
         else:
             hidden = self._forward(key, uncaptured)
@@ -211,6 +189,17 @@ class ModelRunner:
             return None
         placed = place(plan)
         return Uncaptured(every, placed, given, segments(plan, placed, self.device), routes)
+
+    def _held(self, plan: StepPlan, key: Forward, uncaptured: Uncaptured) -> tuple[Forward, Tensor] | None:
+        """The forward of a graph that leaves the hidden states of all tokens, and where; None: none holds
+        what the plan needs. In a step of decode rows without drafts each token is sampled from."""
+        buffers = self._buffers
+        if self._machine.launcher is None or not uncaptured.every_alone or not self._ready().spec.causal:
+            return None
+        if not plan.chunks:
+            return None if plan.drafts else (key, buffers.sample_hidden)
+        found = self._machine.sizes.every(plan)
+        return None if found is None or buffers.every_hidden is None else (found, buffers.every_hidden)
 
     def _read_hidden(self, plan: StepPlan, hidden: Tensor, uncaptured: Uncaptured) -> Answer:
         """Launch what is reported of the hidden states of all rows."""
@@ -273,7 +262,7 @@ class ModelRunner:
         machine.attention.plan(view)
         if given is not None:  # behind the decode rows, however many tokens those have
             given = given._replace(rows=given.rows + view.num_decode)
-        wanted = samples.rows if key.chunks and key.samples and not every else None
+        wanted = samples.rows if key.chunks and key.samples and not (every or key.every) else None
         ops, pool = self._pages
         states = None if pool is None else StepStates(pool, view, machine.delta)
         ctx = ForwardContext(
@@ -285,6 +274,9 @@ class ModelRunner:
             out.copy_(hidden)
         else:
             torch.index_select(hidden, 0, samples.rows, out=out)
+        if key.every:
+            assert buffers.every_hidden is not None
+            buffers.every_hidden[: key.tokens].copy_(hidden)
         return hidden
 
     def _head(self, rows: int, adapters: bool) -> Tensor:

@@ -57,13 +57,14 @@ from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.peers import PeerOps
 from gpu.peers import Exchanged, PeerGroup, PeerRank, peer_ranks
 from gpu.ranks import Rank
-from gpu.runner import Machine, ModelRunner
+from gpu.runner import ModelRunner
 from gpu.shard import ALONE
 from gpu.state.entry import CASCADE_ROWS
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import Work
+from gpu.step.machine import Machine
 from gpu.step.shape import Shape
 from gpu.step.shapes import most_samples
 from gpu.step.steps import PaddedSizes

@@ -76,6 +76,8 @@ class StepBuffers:
             rows = [empty_rows(count, places, device) for count in (limits.tokens, samples)]
             self._adapters = StepAdapters(*rows)
         self.sample_hidden = torch.zeros(samples, hidden.width, dtype=hidden.dtype, device=device)
+        self.every_hidden: Tensor | None = None
+        """Hidden states [n, hidden] of all tokens of a step, where a graph leaves them."""
 
     def keep_aux(self, layers: tuple[int, ...] | None, tokens: int) -> None:
         """Make room for the hidden states of `layers`, or for the last ones, of every token of a step."""
@@ -83,6 +85,11 @@ class StepBuffers:
             width, dtype = self._hidden
             shape = tokens, max(len(layers), 1) * width
             self.aux = AuxStates(layers, torch.zeros(shape, dtype=dtype, device=self._at.device))
+
+    def keep_every(self, tokens: int) -> None:
+        """Make room for the hidden states of so many tokens of a step."""
+        width, dtype = self._hidden
+        self.every_hidden = torch.zeros(tokens, width, dtype=dtype, device=self._at.device)
 
     def view(self, key: Forward, placed: tuple[ChunkRow, ...] = ()) -> StepView:
         """The inputs of a forward of these sizes."""

@@ -21,12 +21,13 @@ from gpu.kv.pool import KvPool
 from gpu.maintenance import Maintenance
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
-from gpu.runner import Machine, ModelRunner
+from gpu.runner import ModelRunner
 from gpu.sample import torch_kernels
 from gpu.state.entry import EntryWriter
 from gpu.step.begin import begin_step
 from gpu.step.buffers import HiddenShape
 from gpu.step.launched import LaunchedStep
+from gpu.step.machine import Machine
 from gpu.step.shape import Shape
 from gpu.step.steps import ExactSizes
 from gpu.thread import device_thread

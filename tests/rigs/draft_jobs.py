@@ -18,7 +18,7 @@ from core.plan import RowLogprobs
 from core.request import SamplingParams
 from core.types import RootKey
 from gpu.grammar import Compiler
-from gpu.runner import Machine
+from gpu.step.machine import Machine
 from tests.rigs.drafting import Answer, Drafting, Drafts
 from tests.rigs.processors import KNOWN
 from tests.rigs.runner import Rig

@@ -28,11 +28,12 @@ from core.schedule.scheduler import Scheduler
 from core.types import Finish
 from gpu.draft.drafter import Drafter
 from gpu.executor import LocalExecutor
-from gpu.runner import Machine, ModelRunner
+from gpu.runner import ModelRunner
 from gpu.sample.processors import Processor
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
 from gpu.step.launched import LaunchedStep
+from gpu.step.machine import Machine
 from gpu.step.rings import Entries
 from gpu.step.sampling import sampling_slots
 from gpu.thread import device_thread

@@ -20,10 +20,11 @@ from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.kv.states import StatePool
 from gpu.ops.fused import Kernels, TritonOps
-from gpu.runner import Machine, ModelRunner
+from gpu.runner import ModelRunner
 from gpu.state.view import StepView
 from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import Launcher, Work
+from gpu.step.machine import Machine
 from gpu.step.shape import Shape
 from gpu.step.steps import PaddedSizes
 from gpu.thread import device_thread
@@ -119,6 +120,9 @@ def agree(plan: StepPlan, got: StepResult, want: StepResult) -> None:
         theirs = want.prompt_logprobs[slot]
         assert mine.start == theirs.start
         np.testing.assert_allclose(mine.values, theirs.values, atol=1e-3)
+    assert got.hidden.keys() == want.hidden.keys()
+    for slot, states in got.hidden.items():
+        np.testing.assert_allclose(states, want.hidden[slot], atol=1e-3)
     assert got.experts.keys() == want.experts.keys()
     for slot, chosen in got.experts.items():
         np.testing.assert_array_equal(chosen, want.experts[slot])

@@ -23,11 +23,13 @@ from core.executor import Capabilities
 from core.grammar import GrammarSpec
 from core.plan import Chunk, NewSlot, Save, StepFailure, StepPlan, StepResult
 from core.request import SamplingParams
+from core.request.params import Hidden
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
+from gpu.runner import Uncaptured
 from gpu.step.graphs import Plain
 from gpu.step.rings import Rings, Ticket
 from gpu.step.steps import Forward, PaddedSizes
@@ -187,6 +189,35 @@ def test_prompt_logprobs(both: Both, positions: int, monkeypatch: pytest.MonkeyP
     """Also of chunks that are scored slice by slice."""
     monkeypatch.setattr("gpu.prompt.POSITIONS", positions)
     run(both, [SamplingParams(temperature=0.0)] * 2, 1, logprobs=2)
+
+
+@pytest.mark.parametrize("hidden", ["first", "last", "sum", "all"])
+def test_hidden_states_come_from_graphs(both: Both, hidden: Hidden, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts in pieces, of prompts beside rows and of rows that decode, with prompt log-probabilities: no
+    forward is launched plainly, which would slow down all rows of the step."""
+    plain, forward = list[bool](), both.runner._forward
+
+    def watched(key: Forward, uncaptured: Uncaptured | None = None, brief: bool = False) -> torch.Tensor:
+        plain.append(uncaptured is not None)
+        return forward(key, uncaptured, brief)
+
+    monkeypatch.setattr(both.runner, "_forward", watched)
+    rig, states = both.rig, SamplingParams(temperature=0.0, hidden="all")
+    first = Chunk(1, 0, ints(PROMPT[:7]), False, target=PROMPT[7], logprobs=1, hidden=hidden)
+    both.step(chunks=[first], new=[rig.new(1, PROMPT, params=states)])
+    both.step(chunks=[Chunk(1, 7, ints(PROMPT[7:]), True, logprobs=1, hidden=hidden)])
+    second = Chunk(2, 0, ints(PROMPT[3:]), True, hidden=hidden)
+    found = both.step(decode=[1], chunks=[second], new=[rig.new(2, PROMPT[3:])])
+    assert found.hidden.keys() == {1, 2}
+    assert both.step(decode=[2, 1]).hidden.keys() == {1}
+    assert plain == [False] * 4
+
+
+def test_longer_steps_than_graphs_leave_hidden_states_of_are_launched_plainly(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(both.runner._machine.sizes, "_every", [])
+    both.step(chunks=[Chunk(1, 0, ints(PROMPT), True, hidden="all")], new=[both.rig.new(1, PROMPT)])
 
 
 def test_prompts_of_embeddings(both: Both) -> None:
