@@ -42,8 +42,8 @@ MOST_CUT: Final = 1 / 3
 
 
 class _Spent(NamedTuple):
-    """A step in flight: its decode tokens, its prompt tokens, its seconds as predicted, and the share of its
-    seconds that went to the account; 0: none did."""
+    """A step in flight: its decode tokens, its prompt tokens, its seconds as predicted (0: nothing was
+    known), and the share of its seconds that went to the account (0: none did)."""
 
     rows: int
     tokens: int
@@ -140,12 +140,14 @@ class ChunkBudget:
         seconds = float(self._seconds[rows]) + self._excess
         share, waiting = 0.0, max(prompts, 1)
         if rows and self._weight:
-            share = self._weight * waiting / (self._weight * waiting + rows)
+            streams = len(plan.decode_slots)  # a row counts once, whatever drafts it has
+            share = self._weight * waiting / (self._weight * waiting + streams)
         if tokens and self._sized:
             known = float(self._seconds[rows + tokens]) + self._excess
             seconds = self._scale * (known + self._pair * plan.pairs)
-        elif tokens and self._prompt_tokens:
-            seconds += tokens * self._prompt_seconds / self._prompt_tokens
+        elif tokens:
+            known = self._prompt_tokens
+            seconds = seconds + tokens * self._prompt_seconds / known if known else 0.0
         self._flights.append(spent := _Spent(rows, tokens, seconds, share))
         self._account = self._capped(self._account + self._paid(spent, seconds)) if share else 0.0
         if not prompts:
@@ -169,7 +171,7 @@ class ChunkBudget:
     def _learn_unmeasured(self, spent: _Spent, seconds: float) -> None:
         """The same without measured costs. What the step has paid is corrected: a prediction from steps of a
         few tokens may be far off."""
-        if spent.seconds:
+        if spent.seconds:  # else nothing was known to predict them from
             seconds = min(seconds, MOST_EXCESS * spent.seconds)
         if spent.tokens:
             beyond = max(seconds - self._excess * (spent.rows > 0), 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from core.config import ScheduleConfig
@@ -211,6 +212,7 @@ def budget(costs: ChunkCosts = COSTS) -> ChunkBudget:
 def planned(rows: int, tokens: int) -> PlanBuilder:
     found = PlanBuilder(STEP, 64, 0.0, NO_DRAFTS)
     found.decode_tokens, found.prompt_tokens, found.prompts = rows, tokens, 1
+    found.decode_slots = np.arange(rows)
     return found
 
 
@@ -230,6 +232,29 @@ def test_what_costs_leave_out_is_learned_from_steps() -> None:
     assert taking(16, 80, 2 * 10.6e-3, 50) == 16, "twice the predicted time"
     assert taking(16, 80, 60.0, 1) == 64, "an accident counts for one step"
     assert taking(16, 80, 0.0, 50) == 80, "an executor that does not measure"
+
+
+@pytest.mark.parametrize("drafts", [0, 48])
+def test_rows_with_drafts_are_no_more_rows(drafts: int) -> None:
+    """Prompts would get a fifth of the share beside rows of four drafts each."""
+    limits = Capabilities(
+        num_pages=2, page_size=1, max_rows=64, context_length=9, vocab_size=9, max_step_tokens=STEP
+    )  # fmt: skip
+    found = ChunkBudget(ScheduleConfig(prefill_weight=4.0), limits)
+    found.spend(planned(12, 0))
+    found.learn(1e-3)
+    mixed = planned(12, 100)
+    mixed.decode_tokens += drafts
+    found.spend(mixed)
+    found.learn(11e-3)
+    paused = 0
+    while not found.room(STEP, 12, 0):
+        plain = planned(12, 0)
+        plain.decode_tokens += drafts
+        found.spend(plain)
+        found.learn(1e-3)
+        paused += 1
+    assert paused == 28, "10 ms less the share of 12; a quarter of a millisecond each"
 
 
 def test_time_that_prompts_did_not_use_is_not_saved() -> None:
