@@ -194,7 +194,7 @@ class ModelRunner:
         """The forward of a graph that leaves the hidden states of all tokens, and where; None: none holds
         what the plan needs. In a step of decode rows without drafts each token is sampled from."""
         buffers = self._buffers
-        if self._machine.launcher is None or not uncaptured.every_alone or not self._ready().spec.causal:
+        if self._machine.launcher is None or not uncaptured.every_alone:
             return None
         if not plan.chunks:
             return None if plan.drafts else (key, buffers.sample_hidden)
