@@ -128,7 +128,7 @@ class Prefills:
             self.places.assign(self._waiting.adapters, builder.now)
         builder.prompts = len(self._under_way) + len(self._waiting)
         if builder.prompts:
-            builder.room = self._budget.room(builder.room, builder.decode_tokens, self._first_start())
+            builder.room = self._budget.room(builder, self._first_start())
             self._share(builder)
             left = sum(self._left(request, tokens) for request, tokens in self._under_way)
             self._budget.fill_size(builder, left + self._waiting.tokens)

@@ -34,7 +34,7 @@ def test_the_gate_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "PERIOD", 0.05)
     flags = ["--device", "cpu", "--load-format", "dummy", "--max-running", "4"]
     monkeypatch.setattr(gate, "SERVER", flags)
-    sizes = ["--clients", "6", "--requests", "12", "--input-len", "8", "--output-len", "32"]
+    sizes = ["--clients", "6", "--requests", "60", "--input-len", "8", "--output-len", "32"]
     model = dummy_model(tmp_path / "model")
     pool = ["--vocab-high", "299", "--kv-tokens", "4096", "--dp", "2"]
     arguments = ["--model", str(model), *sizes, *pool]

@@ -158,6 +158,20 @@ def test_without_a_weight_or_seconds_prompts_never_pause(weight: float, seconds:
     assert all(plan.chunks for plan in plans(h))
 
 
+@pytest.mark.parametrize(("weight", "most"), [(0.5, 52), (8.0, STEP)])
+def test_prompts_with_a_small_share_take_short_steps(weight: float, most: int) -> None:
+    """A prompt token takes 1 ms: 50 of them are as long as a step may be. Known from the first step on."""
+    h = harness(target=0.0, costs=None, prefill_weight=weight)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    decoding(h, rows=4, max_tokens=4_000)
+    h.request(range(1, 601), 4)
+    before = len(h.executor.plans)
+    for _ in range(700):
+        h.turn()
+    prompt = [plan.num_tokens - len(plan.decode_slots) for plan in h.executor.plans[before:]]
+    assert most - 8 < max(prompt) <= most
+
+
 def test_prompts_go_on_where_no_row_decoded_alone_before() -> None:
     """What a step without chunks takes is not known then, nor what it would pay in."""
     h = harness(target=0.0, costs=None, prefill_weight=0.5)
@@ -216,6 +230,11 @@ def planned(rows: int, tokens: int) -> PlanBuilder:
     return found
 
 
+def room(found: ChunkBudget, rows: int) -> int:
+    """Prompt tokens of a step beside so many rows."""
+    return found.room(planned(rows, 0), 0)
+
+
 def taking(rows: int, tokens: int, seconds: float, steps: int) -> int:
     """Room beside `rows` rows after so many equal steps."""
     found = budget()
@@ -223,7 +242,7 @@ def taking(rows: int, tokens: int, seconds: float, steps: int) -> int:
         found.spend(planned(rows, tokens))
         found.learn(seconds)
         found._account = 0.0
-    return found.room(STEP, 16, 0)
+    return room(found, 16)
 
 
 def test_what_costs_leave_out_is_learned_from_steps() -> None:
@@ -248,7 +267,7 @@ def test_rows_with_drafts_are_no_more_rows(drafts: int) -> None:
     found.spend(mixed)
     found.learn(11e-3)
     paused = 0
-    while not found.room(STEP, 12, 0):
+    while not room(found, 12):
         plain = planned(12, 0)
         plain.decode_tokens += drafts
         found.spend(plain)
