@@ -114,7 +114,7 @@ class ChunkBudget:
         if self._account < 0:
             return 0
         if not self._sized:
-            if self._prompt_tokens and 0 < self._share(plan) < SMALL_SHARE:
+            if self._prompt_seconds and 0 < self._share(plan) < SMALL_SHARE:
                 room = min(room, int(HELD * self._prompt_tokens / self._prompt_seconds))
             return max(room, min(plan.room, LEAST_CHUNK))
         chunks = self._sizes - rows

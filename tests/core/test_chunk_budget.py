@@ -276,6 +276,18 @@ def test_rows_with_drafts_are_no_more_rows(drafts: int) -> None:
     assert paused == 28, "10 ms less the share of 12; a quarter of a millisecond each"
 
 
+def test_prompts_that_took_no_time_are_not_limited() -> None:
+    """A step of a few prompt tokens may be quicker than steps without any are on average."""
+    limits = Capabilities(
+        num_pages=2, page_size=1, max_rows=64, context_length=9, vocab_size=9, max_step_tokens=STEP
+    )  # fmt: skip
+    found = ChunkBudget(ScheduleConfig(prefill_weight=0.1), limits)
+    for tokens, seconds in ((0, 2e-3), (1, 1e-3), (1, 1e-3)):
+        found.spend(planned(12, tokens))
+        found.learn(seconds)
+        assert room(found, 12) == STEP
+
+
 def test_time_that_prompts_did_not_use_is_not_saved() -> None:
     found = budget()
     idle = planned(16, 0)

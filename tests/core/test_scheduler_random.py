@@ -60,7 +60,7 @@ class Traffic:
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
             step_tokens=rng.choice([16, 32, 64]),
             itl_target=rng.choice([0, 2, 12]),
-            prefill_weight=rng.choice([0.2, 32]),
+            prefill_weight=rng.choice([0.0, 0.2, 32]),
             chunk_costs=CHUNKS,
             checkpoints=(None, 0, 3, 20)[seed // 2 % 4],
             order=POLICIES[seed // 4 % len(POLICIES)],  # in 28 seeds each with every number of places
@@ -109,6 +109,9 @@ class Traffic:
             if self.rng.random() < 0.02:
                 self.harness.scheduler.retract_all()
             self.harness.loads_at_once = self.rng.random() < 0.3
+            executor = self.harness.executor
+            executor.seconds = self.rng.choice([0.0, 1e-3, 8e-3])
+            executor.token_seconds = self.rng.choice([0.0, 1e-4, 1e-2])
             self.harness.turn()
             self.harness.clock.now += self.rng.choice([0.0, PATIENCE])
             self.harness.scheduler.check_integrity()
