@@ -5,13 +5,13 @@ device whose step times were measured on an H200: GEMMs and experts by rows, att
 tokens. Output tokens a second (of `prefill` all tokens), predicted with the defaults; measured in brackets:
 
                        c32              c256             prefill            short512
-    8B                 3,689 (3,761)    6,221 (6,375)    41,793 (42,095)    19,985 (18,663)
-    30B-A3B            1,987 (2,068)    7,281 (7,496)    69,761 (71,397)    20,605 (20,299)
+    8B                 3,689 (3,761)    6,216 (6,375)    41,793 (42,095)    19,985 (18,663)
+    30B-A3B            1,987 (2,068)    7,278 (7,496)    69,761 (71,397)    20,605 (20,299)
 
 and with `--itl-target 50`:
 
-    8B                 3,682 (3,767)    6,036 (6,187)    39,551 (39,300)    19,517 (18,733)
-    30B-A3B            1,994            7,254            60,632             20,904
+    8B                 3,684 (3,767)    6,035 (6,187)    39,551 (39,300)    19,517 (18,733)
+    30B-A3B            1,994            7,256            60,632             20,904
 
 The predicted p99 inter-token latency of the 8B is at most 50 ms; the measured one was 48 to 51 ms.
 
