@@ -61,7 +61,9 @@ def config(model: Path, kv_tokens: int = 16384, depth: int = 1) -> Config:
             model=str(model), load_format="dummy", chat_template=str(model / "template.jinja"), offline=True
         ),
         cache=CacheConfig(kv_tokens=kv_tokens, page_size=4),
-        schedule=ScheduleConfig(overlap_depth=depth, max_running=8, conservativeness=0.01),
+        schedule=ScheduleConfig(
+            overlap_depth=depth, max_running=8, conservativeness=0.01, prefill_weight=0.0
+        ),
     )
 
 

@@ -58,7 +58,7 @@ class Engine:
             num_pages=tokens // 4 + 1, page_size=4, max_rows=4, context_length=256,
             vocab_size=rig.spec.vocab_size, max_step_tokens=24,
         )  # fmt: skip
-        config = ScheduleConfig(overlap_depth=depth, conservativeness=0.01)
+        config = ScheduleConfig(overlap_depth=depth, conservativeness=0.01, prefill_weight=0.0)
         self.driver = Driver(LocalExecutor([rig.runner], capabilities), config)
 
     def texts(

@@ -119,7 +119,7 @@ def test_texts_are_the_same_from_checkpoints_and_after_preemption(
         num_pages=tokens // 4 + 1, page_size=4, max_rows=4, context_length=160,
         vocab_size=rig.spec.vocab_size, max_step_tokens=24, checkpoints=checkpoints,
     )  # fmt: skip
-    config = ScheduleConfig(overlap_depth=depth, conservativeness=0.01)
+    config = ScheduleConfig(overlap_depth=depth, conservativeness=0.01, prefill_weight=0.0)
     driver = Driver(LocalExecutor([rig.runner], capabilities), config)
     params = [SamplingParams(temperature=0.0, max_tokens=30)] * 3
     first = driver.run([A, B, C], params)

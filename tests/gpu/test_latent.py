@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def test_retracted_rows_with_drafts_say_what_transformers_says(tiny: Tiny) -> None:
     """Too few pages for all rows at once; the last prompt is a prefix hit; tokens are looked up ahead."""
-    schedule = ScheduleConfig(step_tokens=32, max_running=4, conservativeness=0.01)
+    schedule = ScheduleConfig(step_tokens=32, max_running=4, conservativeness=0.01, prefill_weight=0.0)
     cache, drafting = CacheConfig(page_size=4, kv_tokens=128), SpeculativeConfig(algorithm="ngram")
     made = build_executor(
         spec_of(tiny.path), tiny.path, ModelConfig(device="cpu", context_length=128), cache, schedule,

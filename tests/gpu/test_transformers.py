@@ -146,7 +146,7 @@ class Ran(NamedTuple):
 
 def run(tiny: Tiny, kv_tokens: int, beside: Beside) -> Ran:
     """In steps of 32 tokens."""
-    schedule = ScheduleConfig(step_tokens=32, max_running=8, conservativeness=0.01)
+    schedule = ScheduleConfig(step_tokens=32, max_running=8, conservativeness=0.01, prefill_weight=0.0)
     cache = CacheConfig(page_size=16, kv_tokens=kv_tokens)
     model = ModelConfig(model=str(tiny.path), device="cpu")
     made = build_executor(spec_of(tiny.path), tiny.path, model, cache, schedule, lambda *share: None, beside)

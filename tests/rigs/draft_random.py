@@ -210,10 +210,10 @@ class RandomEngine:
             max_samples=setup.samples, max_chunks=rows, processors=tuple(KNOWN),
             masked_drafts=0 if drafts.trees else MASKED_DRAFTS, chunk_costs=CHUNKS,
         )  # fmt: skip
-        config = msgspec.convert(
-            {"overlap_depth": setup.overlap, "order": setup.order, "itl_target": setup.target},
-            ScheduleConfig,
-        )
+        schedule = {"overlap_depth": setup.overlap, "order": setup.order, "itl_target": setup.target}
+        if not setup.target:
+            schedule["prefill_weight"] = 0.0  # else plans depend on how busy this machine is
+        config = msgspec.convert(schedule, ScheduleConfig)
         self.clock, self.most = Clock(), drafting.most
         cache = CacheManager(pages + 1, setup.page)
         self.scheduler = Scheduler(capabilities, cache, config, self.clock)

@@ -32,7 +32,9 @@ def serve(path: Path, flags: str) -> Driver:
     """A driver of the executor of a server of the model at `path`, with few rows of short texts."""
     (path / "tokenizer.json").write_text("{}")  # has to be there; an executor needs none
     few = "--device cpu --context-length 160 --page-size 4 --step-tokens 32 --max-running 4"
-    config = parse(["--model", str(path), *f"{few} --conservativeness 0.01 {flags}".split()])
+    config = parse(
+        ["--model", str(path), *f"{few} --conservativeness 0.01 --prefill-weight 0 {flags}".split()]
+    )
     (made,) = load_executors(config, lambda stage, share: None)
     return Driver(made, config.schedule)
 
