@@ -27,12 +27,13 @@ SPACING: Final = 512
 LEARNING: Final = 1 / 8
 """Weight of a step's seconds in the averages of what the costs leave out."""
 HELD: Final = 0.05
-"""Seconds that the account holds at most without a target. It fills while prompts wait for memory."""
+"""Seconds that an account holds at most without a target, which fills while prompts wait for memory. A
+prompt that takes no longer is a short one."""
 SMALL_SHARE: Final = 0.5
 """Share of prompts below which a step's prompt tokens take at most `HELD` seconds without a target: prompts
 pause for longer than they are computed then, and larger steps would not end them earlier. Predicted for one
-caller of 12,000-token prompts beside 64 streams of an 8B: p99 inter-token latency 67 ms for 216, the first
-token of a short prompt after 230 ms for 289, and 0.2% less throughput in c256."""
+caller of 12,000-token prompts beside 64 streams of an 8B: p99 inter-token latency 67 ms for 216, and 0.2%
+less throughput in c256."""
 MOST_EXCESS: Final = 4.0
 """Times the known seconds, or the average: more is an accident."""
 SCALES: Final = (0.5, 2.0)
@@ -48,12 +49,14 @@ MOST_CUT: Final = 1 / 3
 
 class _Spent(NamedTuple):
     """A step in flight: its decode tokens, its prompt tokens, its seconds as predicted (0: nothing was
-    known), and the share of its seconds that went to the account (0: none did)."""
+    known), the share of its seconds that went to the account (0: none did), and whether a long prompt
+    pauses, so that its own prompts are short."""
 
     rows: int
     tokens: int
     seconds: float
     share: float
+    pauses: bool
 
 
 class ChunkBudget:
@@ -70,8 +73,9 @@ class ChunkBudget:
 
     Steps without rows take all that they can hold. The share is an account: each step pays in that share of
     its seconds, and chunks pay what a step takes longer than its rows alone; while it is overdrawn, prompts
-    pause. It holds at most one target, or `HELD`, and nothing while no prompt waits: the debt that the last
-    one left is paid back then, as if one waited.
+    pause, but for short ones beside a long one, which have an account of their own. It holds at most one
+    target, or `HELD`, and nothing while no prompt waits: the debt that the last one left is paid back then,
+    as if one waited.
 
     A step's seconds are known from costs that the executor measured. What they leave out, decode rows' reads
     of KV above all, is averaged over steps without chunks; and steps with chunks are compared with what was
@@ -89,7 +93,9 @@ class ChunkBudget:
         self._sized = costs is not None and self._target > 0
         self._weight = config.prefill_weight
         self._flights: deque[_Spent] = deque()
-        self._account = 0.0
+        self._account, self._short_account = 0.0, HELD
+        self._pauses = False
+        """A long prompt pauses in the step that is planned; short ones that wait do not."""
         self._excess = 0.0
         """Seconds of a step without chunks beyond its costs: all of them where no cost is measured."""
         self._scale = 1.0
@@ -114,8 +120,8 @@ class ChunkBudget:
         if self._account < 0:
             return 0
         if not self._sized:
-            if self._prompt_seconds and 0 < self._share(plan) < SMALL_SHARE:
-                room = min(room, int(HELD * self._prompt_tokens / self._prompt_seconds))
+            if 0 < self._share(plan) < SMALL_SHARE:
+                room = min(room, self._held_tokens())
             return max(room, min(plan.room, LEAST_CHUNK))
         chunks = self._sizes - rows
         alone = self._seconds[self._sizes] + self._excess
@@ -124,6 +130,19 @@ class ChunkBudget:
         rates = np.where((chunks > 0) & (seconds <= self._target), chunks / alone, 0.0)
         best = np.flatnonzero(rates > NEAR_BEST * rates.max())  # empty if no size fits
         return min(room, max(int(chunks[best[-1]]) if len(best) else 0, LEAST_CHUNK))
+
+    def short_room(self, first: int) -> int:
+        """Prompt tokens that waiting prompts may take in a step without `room` whose first prompt has `first`
+        tokens: they do not wait for the debt of one that takes longer than `HELD`."""
+        most = self._held_tokens()
+        self._pauses = self._account < 0 and not self._sized and first > most
+        return most if self._pauses and self._short_account >= 0 else 0
+
+    def _held_tokens(self) -> int:
+        """Prompt tokens that take `HELD` seconds; as many as there may be where that is not known."""
+        if not self._prompt_seconds:
+            return len(self._seconds)
+        return int(HELD * self._prompt_tokens / self._prompt_seconds)
 
     def fill_size(self, plan: PlanBuilder, wanted: int) -> None:
         """Limit a step with several prompts to the next smaller size that steps are padded to.
@@ -153,8 +172,12 @@ class ChunkBudget:
         elif tokens:
             known = self._prompt_tokens
             seconds = seconds + tokens * self._prompt_seconds / known if known else 0.0
-        self._flights.append(spent := _Spent(rows, tokens, seconds, share))
-        self._account = self._capped(self._account + self._paid(spent, seconds)) if share else 0.0
+        self._flights.append(spent := _Spent(rows, tokens, seconds, share, self._pauses))
+        self._pauses = False
+        if share:
+            self._pay(spent, seconds)
+        else:
+            self._account, self._short_account = 0.0, HELD
         if not prompts:
             self._account = min(self._account, 0.0)
 
@@ -185,8 +208,7 @@ class ChunkBudget:
         else:
             self._excess += (seconds - self._excess) * (LEARNING if self._excess else 1.0)
         if spent.share:
-            correction = self._paid(spent, seconds) - self._paid(spent, spent.seconds)
-            self._account = self._capped(self._account + correction)
+            self._pay(spent, seconds, instead_of=spent.seconds)
 
     def _share(self, plan: PlanBuilder) -> float:
         """Of the device's time that prompts may take beside the plan's rows; 0: it is not limited. A row
@@ -194,11 +216,20 @@ class ChunkBudget:
         rows, prompts = len(plan.decode_slots), max(plan.prompts, 1)
         return self._weight * prompts / (self._weight * prompts + rows) if rows else 0.0
 
-    def _paid(self, spent: _Spent, seconds: float) -> float:
-        """What a step of so many seconds pays in, without what its chunks pay."""
-        plain = float(self._seconds[spent.rows]) + self._excess
-        # Before a step without chunks was measured nothing is paid: what those pay in is not known.
-        return spent.share * seconds - (max(seconds - plain, 0.0) if plain and spent.tokens else 0.0)
+    def _pay(self, spent: _Spent, seconds: float, instead_of: float = 0.0) -> None:
+        """Enter a step of so many seconds into the accounts, `instead_of` what was entered for it before.
+        While a long prompt pauses, up to half of what a step pays in is for short ones: their account is full
+        where none came."""
+        paid = spent.share * (seconds - instead_of)
+        took = self._extra(spent, seconds) - self._extra(spent, instead_of)
+        own = paid / 2 if spent.pauses else 0.0
+        short = self._short_account + own - took * spent.pauses
+        self._short_account = min(short, HELD)
+        account = self._account + paid - own + short - self._short_account - took * (not spent.pauses)
+        self._account = min(account, self._target or HELD)
 
-    def _capped(self, account: float) -> float:
-        return min(account, self._target or HELD)
+    def _extra(self, spent: _Spent, seconds: float) -> float:
+        """What the chunks of a step of so many seconds take. Before a step without chunks was measured it
+        counts as nothing: what those pay in is not known."""
+        plain = float(self._seconds[spent.rows]) + self._excess
+        return max(seconds - plain, 0.0) if plain and spent.tokens else 0.0

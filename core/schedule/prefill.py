@@ -126,12 +126,7 @@ class Prefills:
         self._spare.begin()
         if self._waiting.adapters:
             self.places.assign(self._waiting.adapters, builder.now)
-        builder.prompts = len(self._under_way) + len(self._waiting)
-        if builder.prompts:
-            builder.room = self._budget.room(builder, self._first_start())
-            self._share(builder)
-            left = sum(self._left(request, tokens) for request, tokens in self._under_way)
-            self._budget.fill_size(builder, left + self._waiting.tokens)
+        whole, room = builder.room, self._limited(builder)
         done: list[Request] = []
         remaining: list[tuple[Request, Ints]] = []
         self.admitted = []
@@ -143,16 +138,16 @@ class Prefills:
             self._chunk(builder, request, tokens)
             done.append(request)
         if remaining:
-            first, room = remaining[0][0], builder.room
-            builder.room //= 2
-            for request, tokens in chain(under_way, self._overtaking(builder, first)):
+            (first, tokens), rest = remaining[0], builder.room
+            builder.room = rest // 2 if room else min(self._budget.short_room(len(tokens)), whole)
+            for request, tokens in chain(under_way, self._overtaking(builder, first.priority)):
                 if builder.full or self._left(request, tokens) > builder.room:
                     remaining.append((request, tokens))
                 else:
-                    room -= self._left(request, tokens)
+                    rest -= self._left(request, tokens)
                     self._chunk(builder, request, tokens)
                     done.append(request)
-            builder.room = room
+            builder.room = max(rest, 0)
             self._chunk(builder, *remaining[0])
         self._under_way = remaining
         done = [request for request in done if request.params.max_tokens > 0]
@@ -164,9 +159,16 @@ class Prefills:
         """Tokens of a prompt that are not planned yet."""
         return len(tokens) - int(self._table.least[request.slot])
 
-    def _first_start(self) -> int:
-        """Tokens before the next chunk of the first prompt under way."""
-        return int(self._table.least[self._under_way[0][0].slot]) if self._under_way else 0
+    def _limited(self, builder: PlanBuilder) -> int:
+        """The step's room for prompts, as the budget and other callers limit it."""
+        if prompts := len(self._under_way) + len(self._waiting):
+            builder.prompts = prompts
+            start = int(self._table.least[self._under_way[0][0].slot]) if self._under_way else 0
+            builder.room = self._budget.room(builder, start)
+            self._share(builder)
+            left = sum(self._left(request, tokens) for request, tokens in self._under_way)
+            self._budget.fill_size(builder, left + self._waiting.tokens)
+        return builder.room
 
     def shared(self, now: float) -> bool:
         """Whether callers share the device, in turns."""
@@ -217,9 +219,9 @@ class Prefills:
             if place is not None:
                 yield request, place
 
-    def _overtaking(self, builder: PlanBuilder, first: Request) -> Iterator[tuple[Request, Ints]]:
-        """Admit waiting requests whose whole prompts fit beside that of `first`, until there are no pages for
-        one: none while a preempted request waits for its own."""
+    def _overtaking(self, builder: PlanBuilder, least: int) -> Iterator[tuple[Request, Ints]]:
+        """Admit waiting requests of at least priority `least` whose whole prompts fit, until there are no
+        pages for one: none while a preempted request waits for its own."""
         matched = 0
         candidates = () if builder.full else islice(self._policy(self._waiting), OVERTAKING)
         for request in candidates:
@@ -227,7 +229,7 @@ class Prefills:
             if builder.full or not self._table.free or request.retractions or matched > MATCHED:
                 return
             place = self.places.find(request)
-            if place is None or request.priority < first.priority:
+            if place is None or request.priority < least:
                 continue
             tokens = request.tokens()
             match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))

@@ -12,6 +12,7 @@ from core.config import ScheduleConfig
 from core.costs import ChunkCosts, CostTable
 from core.executor import Capabilities
 from core.plan import StepPlan
+from core.request import Request
 from core.schedule import chunk_budget
 from core.schedule.builder import PlanBuilder
 from core.schedule.chunk_budget import BESIDE, SEVERAL, ChunkBudget
@@ -170,6 +171,46 @@ def test_prompts_with_a_small_share_take_short_steps(weight: float, most: int) -
         h.turn()
     prompt = [plan.num_tokens - len(plan.decode_slots) for plan in h.executor.plans[before:]]
     assert most - 8 < max(prompt) <= most
+
+
+def beside_a_long_prompt(short: int, turns: int, at_once: int = 1) -> tuple[Harness, Request, list[int]]:
+    """Four rows and a prompt of 2,000 tokens of 1 ms; after its first chunk prompts of `short` tokens come,
+    the next when one has its token. Returns the turns that each of them waited."""
+    h = harness(target=0.0, costs=None, prefill_weight=1.0)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    decoding(h, rows=4, max_tokens=4_000)
+    long = h.request(range(1, 2_001), 1)
+    h.turn()
+    h.turn()
+    sent = [(h.request([60 + i] * short, 1), 0) for i in range(at_once)]
+    waited = []
+    for turn in range(1, turns):
+        h.turn()
+        for at, (request, since) in enumerate(sent):
+            if h.delivered[request.id]:
+                waited.append(turn - since)
+                h.check(request)
+                sent[at] = h.request([turn % 90, 7, at] * (short // 3), 1), turn
+    return h, long, waited
+
+
+def test_short_prompts_do_not_wait_for_the_debt_of_a_long_one() -> None:
+    """A chunk of 50 ms is paid back in 250 steps of 1 ms; a short prompt has its token in three."""
+    _, _, waited = beside_a_long_prompt(6, 200)
+    assert waited[0] <= 3
+
+
+def test_short_prompts_have_half_of_what_a_long_one_pays_back() -> None:
+    """However many come: the long one goes on, and the rows keep the rest of the time."""
+    h, long, waited = beside_a_long_prompt(30, 1_500, at_once=4)
+    chunks = [chunk for plan in h.executor.plans for chunk in plan.chunks]
+    tokens = 1e-3 * sum(len(chunk.tokens) for chunk in chunks)
+    whole = sum(1e-3 + 1e-3 * sum(len(chunk.tokens) for chunk in plan.chunks) for plan in h.executor.plans)
+    progress = max(chunk.start for chunk in chunks if len(chunk.tokens) > 40)
+    assert len(waited) > 5 and progress >= 200
+    share = 5 / (5 + 4)  # of five prompts with a weight of 1 beside four rows
+    assert tokens < (share + 0.1) * whole
+    assert not h.delivered[long.id]
 
 
 def test_prompts_go_on_where_no_row_decoded_alone_before() -> None:
