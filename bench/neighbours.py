@@ -222,7 +222,7 @@ class Neighbours:
         return record
 
     async def _post_all(self, intruder: Intruder, option: bool) -> Record:
-        """The work of an intruder, once: its times are its begin and its end."""
+        """Run an intruder's work once. The record's times are its start and its end."""
         assert intruder.work is not None
         prompt = self._prompts.integers(*self._vocab, WORK_TOKENS).tolist()
         path, body = "completions", {"model": self._model, "prompt": prompt, **intruder.work}

@@ -191,8 +191,9 @@ class ModelRunner:
         return Uncaptured(every, placed, given, segments(plan, placed, self.device), routes)
 
     def _held(self, plan: StepPlan, key: Forward, uncaptured: Uncaptured) -> tuple[Forward, Tensor] | None:
-        """The forward of a graph that leaves the hidden states of all tokens, and where; None: none holds
-        what the plan needs. In a step of decode rows without drafts each token is sampled from."""
+        """Return the forward of a graph that leaves the hidden states of all tokens, and the buffer of these;
+        None if no graph does what the plan needs. In a step of decode rows without drafts every token is
+        sampled from."""
         buffers = self._buffers
         if self._machine.launcher is None or not uncaptured.every_alone:
             return None

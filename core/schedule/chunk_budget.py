@@ -27,8 +27,8 @@ SPACING: Final = 512
 LEARNING: Final = 1 / 8
 """Weight of a step's seconds in the averages of what the costs leave out."""
 HELD: Final = 0.05
-"""Seconds that an account holds at most without a target, which fills while prompts wait for memory. A
-prompt that takes no longer is a short one."""
+"""Maximum of an account without a target, in seconds: it fills while prompts wait for memory. A prompt that
+takes no longer than this is a short one."""
 SMALL_SHARE: Final = 0.5
 """Share of prompts below which a step's prompt tokens take at most `HELD` seconds without a target: prompts
 pause for longer than they are computed then, and larger steps would not end them earlier. Predicted for one
@@ -100,8 +100,8 @@ class ChunkBudget:
         """Seconds of a step without chunks beyond its costs: all of them where no cost is measured."""
         self._scale = 1.0
         self._prompt_seconds = self._prompt_tokens = 0.0
-        """Of the last steps with chunks, beyond what their rows took, where no cost is measured. Sums, of
-        which each step leaves `1 - LEARNING`: one of few tokens, which take longer each, counts little."""
+        """Sums over the last steps with chunks, without what their rows took; used where no cost is measured.
+        They decay by `LEARNING` a step. A step of few tokens, which take longer each, counts little."""
         self._seconds, self._pair = np.zeros(most + 1), 0.0
         if costs is not None and self._sized:
             # A step that cost nothing would pay nothing into the account, and prompts would wait for ever.
@@ -211,15 +211,15 @@ class ChunkBudget:
             self._pay(spent, seconds, instead_of=spent.seconds)
 
     def _share(self, plan: PlanBuilder) -> float:
-        """Of the device's time that prompts may take beside the plan's rows; 0: it is not limited. A row
+        """Share of the device's time that prompts may take beside the plan's rows; 0: not limited. A row
         counts once, whatever drafts it has."""
         rows, prompts = len(plan.decode_slots), max(plan.prompts, 1)
         return self._weight * prompts / (self._weight * prompts + rows) if rows else 0.0
 
     def _pay(self, spent: _Spent, seconds: float, instead_of: float = 0.0) -> None:
         """Enter a step of so many seconds into the accounts, `instead_of` what was entered for it before.
-        While a long prompt pauses, up to half of what a step pays in is for short ones: their account is full
-        where none came."""
+        While a long prompt pauses, half of what a step pays in goes to the account of short prompts, and the
+        rest of that half to the other one once it is full."""
         paid = spent.share * (seconds - instead_of)
         took = self._extra(spent, seconds) - self._extra(spent, instead_of)
         own = paid / 2 if spent.pauses else 0.0
@@ -229,7 +229,7 @@ class ChunkBudget:
         self._account = min(account, self._target or HELD)
 
     def _extra(self, spent: _Spent, seconds: float) -> float:
-        """What the chunks of a step of so many seconds take. Before a step without chunks was measured it
-        counts as nothing: what those pay in is not known."""
+        """Seconds that the chunks add to a step of so many seconds. 0 before a step without chunks was
+        measured: what such a step pays in is not known then."""
         plain = float(self._seconds[spent.rows]) + self._excess
         return max(seconds - plain, 0.0) if plain and spent.tokens else 0.0

@@ -62,8 +62,8 @@ class StepSizes(Protocol):
         ...
 
     def every(self, plan: StepPlan) -> Forward | None:
-        """The forward that holds a plan with chunks and leaves the hidden states of all its tokens. None:
-        none is made ahead."""
+        """Return the forward of a plan with chunks that leaves the hidden states of all its tokens; None if
+        none is captured for it."""
         ...
 
     def samples(self, count: int) -> int:

@@ -195,13 +195,13 @@ def beside_a_long_prompt(short: int, turns: int, at_once: int = 1) -> tuple[Harn
 
 
 def test_short_prompts_do_not_wait_for_the_debt_of_a_long_one() -> None:
-    """A chunk of 50 ms is paid back in 250 steps of 1 ms; a short prompt has its token in three."""
+    """A chunk of 50 ms takes 250 steps of 1 ms to pay back; a short prompt gets its token within three."""
     _, _, waited = beside_a_long_prompt(6, 200)
     assert waited[0] <= 3
 
 
 def test_short_prompts_have_half_of_what_a_long_one_pays_back() -> None:
-    """However many come: the long one goes on, and the rows keep the rest of the time."""
+    """The long prompt goes on and the rows keep the rest of the time, however many short ones come."""
     h, long, waited = beside_a_long_prompt(30, 1_500, at_once=4)
     chunks = [chunk for plan in h.executor.plans for chunk in plan.chunks]
     tokens = 1e-3 * sum(len(chunk.tokens) for chunk in chunks)
@@ -224,7 +224,7 @@ def test_prompts_go_on_where_no_row_decoded_alone_before() -> None:
 
 
 def test_a_caller_that_sends_one_prompt_after_the_other_pays_for_each() -> None:
-    """No prompt waits between two of its own: what the last one took is paid back nevertheless."""
+    """No prompt waits between two of the caller's, but what the last one took is still paid back."""
     h = harness(target=0.0, costs=None, prefill_weight=4.0)
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
     decoding(h, rows=4, max_tokens=3_000)
