@@ -140,7 +140,7 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
         "w * prompts / (w * prompts + rows), where w is this weight; 0: they take what they can",
         "WEIGHT",
         Meta(ge=0),
-    ] = 48.0
+    ] = 40.0
     max_running: Annotated[int, "maximum running requests; 0: chosen by device", "REQUESTS", Meta(ge=0)] = 0
     order: Annotated[
         SchedulePolicy,

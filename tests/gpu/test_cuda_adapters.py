@@ -34,7 +34,7 @@ NAMES = ("", "a", "b", "c", "d")
 """Four adapters for three places, and the base model."""
 PROMPTS = [[int(i * 37 % 251) + 3 for i in range(n)] for n in (40, 23, 7, 90, 40, 1, 60, 40, 12, 33)]
 GREEDY = [SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)] * len(PROMPTS)
-SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8)
+SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8, prefill_weight=0)
 NGRAM = Drafting(SpeculativeConfig(algorithm="ngram"))
 
 

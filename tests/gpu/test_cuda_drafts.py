@@ -36,7 +36,7 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=3, max_tokens=40, logprobs=2),
     SamplingParams(temperature=0.0, max_tokens=40, logprobs=2),
 ]
-SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8)
+SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8, prefill_weight=0)
 
 
 @pytest.fixture(scope="module")

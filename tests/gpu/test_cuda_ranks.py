@@ -31,7 +31,7 @@ pytestmark = [
 STEPS = int(os.environ.get("LOOM_RANDOM_STEPS", "2000"))
 """Of random batches."""
 
-SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8)
+SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8, prefill_weight=0)
 LIMITS = AdapterLimits(places=2, max_rank=8, host=4, targets=TARGETS)
 NGRAM = Drafting(SpeculativeConfig(algorithm="ngram"))
 PROMPTS = [[int(i * 37 % 241) + 3 for i in range(n)] for n in (40, 23, 200, 40, 1, 7)]

@@ -48,7 +48,7 @@ PARAMS = [
     SamplingParams(temperature=0.7, top_p=0.8, seed=6, max_tokens=7),
     SamplingParams(temperature=0.0, max_tokens=9),
 ]
-SCHEDULE = ScheduleConfig(step_tokens=64, max_running=4)
+SCHEDULE = ScheduleConfig(step_tokens=64, max_running=4, prefill_weight=0)
 
 
 @pytest.fixture(autouse=True)

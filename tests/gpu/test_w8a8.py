@@ -179,7 +179,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=5, max_tokens=20, logprobs=0),
     SamplingParams(temperature=0.0, max_tokens=6, logprobs=0),
 ]
-SCHEDULE = ScheduleConfig(step_tokens=32, max_running=4)
+SCHEDULE = ScheduleConfig(step_tokens=32, max_running=4, prefill_weight=0)
 
 
 def driver(path: Path, quantization: Any = "auto", tp: int = 1, adapts: bool = False) -> Driver:
