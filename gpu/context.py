@@ -10,6 +10,9 @@ from gpu.embeds import Embedded
 from gpu.ops.base import Ops
 from gpu.state.recurrent import StepStates
 
+Tail = tuple[Tensor, ...]
+"""[num_tokens, width] each: see `CausalModel.tail_widths`."""
+
 
 class AuxStates(NamedTuple):
     """Hidden states that a draft model reads, of every token of the step.
@@ -37,6 +40,7 @@ class ForwardContext(NamedTuple):
     segments   int64 [num_tokens]: which text of a pair a token is of; None where all are of the first
     wanted     integer [s]: rows whose hidden states a decoder shall return, those of `ops.for_samples()`;
                None for all. Past the last layer's attention no row reads another
+    tail       with `wanted`: where all rows leave what `CausalModel.finish` makes their hidden states of
     brief      asks a decoder for those layers alone that differ in what they launch: kernels are compiled and
                libraries choose theirs, the result is meaningless
     embedded   rows whose ids are placeholders
@@ -50,6 +54,7 @@ class ForwardContext(NamedTuple):
     ops: Ops
     segments: Tensor | None = None
     wanted: Tensor | None = None
+    tail: Tail | None = None
     brief: bool = False
     embedded: Embedded | None = None
     routes: list[Tensor] | None = None

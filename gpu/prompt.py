@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from core.plan import Chunk
+from gpu.sample.kernels import SamplingKernels
 from gpu.sample.logprobs import PromptScores, prompt_logprobs
 from gpu.state.view import PackedRows
 from gpu.transfer import upload
@@ -19,16 +20,18 @@ Head = Callable[[torch.Tensor, int], torch.Tensor]
 """Logits float32 [n, vocab] of hidden states [n, hidden] of a slot."""
 
 
-def score_prompts(head: Head, hidden: torch.Tensor, packed: PackedRows) -> dict[int, PromptScores]:
+def score_prompts(
+    head: Head, kernels: SamplingKernels, hidden: torch.Tensor, packed: PackedRows
+) -> dict[int, PromptScores]:
     """Of every asking chunk, by its slot; `hidden` [n, hidden] is the step's, `packed` says whose it is."""
     return {
-        chunk.slot: _score(head, packed.of_chunk(hidden, at), chunk)
+        chunk.slot: _score(head, kernels, packed.of_chunk(hidden, at), chunk)
         for chunk, at in zip(packed.plan.chunks, packed.chunks, strict=True)
         if chunk.logprobs >= 0
     }
 
 
-def _score(head: Head, hidden: torch.Tensor, chunk: Chunk) -> PromptScores:
+def _score(head: Head, kernels: SamplingKernels, hidden: torch.Tensor, chunk: Chunk) -> PromptScores:
     # Positions:  start   start+1 ... end-1   end
     # tokens:     t0      t1      ... tn-1    target, or none
     # The token at p is scored by the hidden state at p - 1, so t0 was the chunk before's business.
@@ -41,4 +44,4 @@ def _score(head: Head, hidden: torch.Tensor, chunk: Chunk) -> PromptScores:
     scored = hidden[at : at + len(known)]
     slices = range(0, max(len(known), 1), POSITIONS)
     logits = (head(scored[i : i + POSITIONS], chunk.slot) for i in slices)
-    return prompt_logprobs(first, logits, targets, chunk.logprobs, chunk.logprob_ids)
+    return prompt_logprobs(kernels, first, logits, targets, chunk.logprobs, chunk.logprob_ids)

@@ -104,9 +104,6 @@ class ModelRunner:
         limits = entries.limits
         self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts, limits.trees)
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden, shape.places)
-        if machine.launcher is not None:
-            keys = [key for key in machine.sizes.all() if isinstance(key, Forward) and key.every]
-            buffers.keep_every(max((key.tokens for key in keys), default=0))
         self._rings = Rings(entries, machine.device)
         self._paths = PathMover(buffers, machine.sampling, machine.pdl)
         self._drafts: DraftStage | None = None
@@ -145,9 +142,9 @@ class ModelRunner:
         key, uncaptured, answer = self._machine.sizes.forward(plan), self._uncaptured(plan), Answer()
         if uncaptured is None:
             launches[key]()
-        elif (held := self._held(plan, key, uncaptured)) is not None:
-            key, hidden = held
+        elif self._leaves_all(plan, key, uncaptured):
             launches[key]()
+            hidden = self._finish(key)
         else:
             hidden = self._forward(key, uncaptured)
         masks, sampled = self._choose(plan, launches)
@@ -190,24 +187,30 @@ class ModelRunner:
         placed = place(plan)
         return Uncaptured(every, placed, given, segments(plan, placed, self.device), routes)
 
-    def _held(self, plan: StepPlan, key: Forward, uncaptured: Uncaptured) -> tuple[Forward, Tensor] | None:
-        """Return the forward of a graph that leaves the hidden states of all tokens, and the buffer of these;
-        None if no graph does what the plan needs. In a step of decode rows without drafts every token is
-        sampled from."""
-        buffers = self._buffers
+    def _leaves_all(self, plan: StepPlan, key: Forward, uncaptured: Uncaptured) -> bool:
+        """Whether a graph does what the plan needs but for `_finish`. In a step of decode rows without drafts
+        every token is sampled from."""
         if self._machine.launcher is None or not uncaptured.every_alone:
-            return None
-        if not plan.chunks:
-            return None if plan.drafts else (key, buffers.sample_hidden)
-        found = self._machine.sizes.every(plan)
-        return None if found is None or buffers.every_hidden is None else (found, buffers.every_hidden)
+            return False
+        return self._buffers.tail_of(key) is not None if plan.chunks else not plan.drafts
+
+    def _finish(self, key: Forward) -> Tensor:
+        """Launch what a graph leaves to do for the hidden states of all tokens, and return these."""
+        buffers, tail = self._buffers, self._buffers.tail_of(key)
+        if tail is None:
+            return buffers.sample_hidden
+        if buffers.aux is not None and not buffers.aux.layers:
+            return buffers.aux.out
+        assert self._pages is not None
+        view = buffers.view(key)
+        return self._ready().finish(ForwardContext(view.positions, self._pages.ops(view)), tail)
 
     def _read_hidden(self, plan: StepPlan, hidden: Tensor, uncaptured: Uncaptured) -> Answer:
         """Launch what is reported of the hidden states of all rows."""
         model, buffers = self._ready(), self._buffers
         packed = PackedRows(plan, uncaptured.placed, buffers.num_decode, *buffers.behind)
         return Answer(
-            prompt=score_prompts(self._slot_logits, hidden, packed),
+            prompt=score_prompts(self._slot_logits, self._machine.sampling, hidden, packed),
             extras=self._hidden.take(model, hidden, uncaptured.routes, packed),
         )
 
@@ -263,11 +266,12 @@ class ModelRunner:
         machine.attention.plan(view)
         if given is not None:  # behind the decode rows, however many tokens those have
             given = given._replace(rows=given.rows + view.num_decode)
-        wanted = samples.rows if key.chunks and key.samples and not (every or key.every) else None
+        wanted = samples.rows if key.chunks and key.samples and not every else None
+        tail = None if wanted is None else buffers.tail_of(key)
         ops, pool = self._pages
         states = None if pool is None else StepStates(pool, view, machine.delta)
         ctx = ForwardContext(
-            view.positions, ops(view), pairs, wanted, brief, given, routes, buffers.aux, states
+            view.positions, ops(view), pairs, wanted, tail, brief, given, routes, buffers.aux, states
         )
         hidden = self._ready().forward(ctx, view.ids)
         out = buffers.sample_hidden[: key.samples]
@@ -275,9 +279,8 @@ class ModelRunner:
             out.copy_(hidden)
         else:
             torch.index_select(hidden, 0, samples.rows, out=out)
-        if key.every:
-            assert buffers.every_hidden is not None
-            buffers.every_hidden[: key.tokens].copy_(hidden)
+        if brief and tail is not None:
+            self._finish(key)
         return hidden
 
     def _head(self, rows: int, adapters: bool) -> Tensor:
@@ -307,6 +310,8 @@ class ModelRunner:
         if self._launches is not None or self._model is None or self._pages is None:
             return None
         make = self._machine.launcher
+        if make is not None and self._buffers.tail is None:
+            self._buffers.keep_tail(self._model.tail_widths)
         launches: Launches[StepKey] = Launches(None if make is None else make(), self._run)
         keys: list[StepKey] = list(self._machine.sizes.all())
         if self._drafts is not None:

@@ -107,8 +107,5 @@ class DraftStage:
 
 
 def _plain(forward: Forward) -> Forward:
-    """Drafts are the base model's: what adapters change of the target is left to its verification. What the
-    forward leaves for others does not matter."""
-    if not forward.adapters and not forward.every:
-        return forward
-    return msgspec.structs.replace(forward, adapters=False, every=False)
+    """Drafts are the base model's: what adapters change of the target is left to its verification."""
+    return msgspec.structs.replace(forward, adapters=False) if forward.adapters else forward

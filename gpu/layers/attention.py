@@ -32,7 +32,7 @@ class Attention:
         parts = {"q_proj": q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         heads = COLUMN._replace(copies=dict.fromkeys(("k_proj", "v_proj"), spec.kv_copies))
         self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.held, heads)
-        out = {"o_proj": spec.hidden}
+        self.width, out = spec.q_size, {"o_proj": spec.hidden}
         self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.held, ROW)
         self._sinks: torch.Tensor | None = None
         if spec.sinks:

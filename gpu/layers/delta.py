@@ -23,6 +23,7 @@ class GatedDeltaNet:
         self, spec: ModelSpec, linear: LinearSpec, layer: int, prefix: str, parameters: Parameters
     ) -> None:
         self._layer, self._linear, self._eps = spec.place(layer), linear, spec.norm_eps
+        self.width = linear.value_size
         heads, value = linear.value_heads, linear.value_size
         sizes = {"q": linear.key_size, "k": linear.key_size, "v": value}
         apart = parameters.shard.ranks > 1  # of each of queries, keys and values a rank has a part

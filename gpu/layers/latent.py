@@ -46,8 +46,8 @@ class LatentAttention:
         up = parameters.tensor(f"{prefix}kv_b_proj.weight", rows, latent.kv_rank, split=COLUMN)
         by_head = up.view(spec.heads, -1, latent.kv_rank)
         self._keys, self._values = by_head[:, : latent.nope_dim], by_head[:, latent.nope_dim :]
-        values, out = spec.heads * latent.value_dim, {"o_proj": spec.hidden}
-        self._out = parameters.linear(prefix, values, out, spec.out_bias, spec.held, ROW)
+        self.width, out = spec.heads * latent.value_dim, {"o_proj": spec.hidden}
+        self._out = parameters.linear(prefix, self.width, out, spec.out_bias, spec.held, ROW)
 
     def attend(self, ctx: ForwardContext, rotation: Rotation, x: Input) -> torch.Tensor:
         """Attention output of the heads for `x` [n, hidden]: [n, heads * value_dim]."""

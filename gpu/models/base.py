@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from core.models import ModelSpec
-from gpu.context import ForwardContext
+from gpu.context import ForwardContext, Tail
 from gpu.layers import Parameters
 from gpu.layers.linear import Places
 from gpu.lora import Adaptable
@@ -36,6 +36,16 @@ class CausalModel(ABC):
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden] after the last norm, of token ids [n]; [s, hidden] where
         `ctx.wanted` names s rows."""
+
+    @property
+    def tail_widths(self) -> Sequence[int]:
+        """Of what `forward` leaves in `ctx.tail`: here the hidden states themselves."""
+        return (self.spec.hidden,)
+
+    def finish(self, ctx: ForwardContext, tail: Tail) -> torch.Tensor:
+        """Hidden states [n, hidden] after the last norm of all tokens, from what `forward` left in `tail`,
+        which may change."""
+        return tail[0]
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from core.models import ModelSpec, Norms
-from gpu.context import AuxStates, ForwardContext
+from gpu.context import AuxStates, ForwardContext, Tail
 from gpu.layers import (
     Attention,
     GatedDeltaNet,
@@ -244,6 +244,9 @@ class Decoder(CausalModel):
             found = layer.attend(ctx, rotations[layer.number], part, residual)
             if wanted is not None and not final and layer is self._layers[-1]:
                 # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.
+                if ctx.tail is not None:
+                    for place, rows in zip(ctx.tail, (found, residual), strict=True):
+                        place.copy_(rows)
                 found, residual = (rows.index_select(0, wanted) for rows in (found, residual))
                 ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
             part = layer.transform(ctx, found, residual)
@@ -252,6 +255,16 @@ class Decoder(CausalModel):
             aux.out[: len(hidden)].copy_(hidden)
             hidden = hidden if wanted is None else hidden.index_select(0, wanted)
         return hidden
+
+    @property
+    def tail_widths(self) -> Sequence[int]:
+        """Of what the last layer's heads find, and of the residual."""
+        return self._layers[-1].attention.width, self.spec.hidden
+
+    def finish(self, ctx: ForwardContext, tail: Tail) -> torch.Tensor:
+        """See `CausalModel.finish`: the last layer's output and MLP."""
+        found, residual = tail
+        return self._norm(ctx, self._layers[-1].transform(ctx, found, residual), residual)
 
     def _rotations(self, ctx: ForwardContext) -> Mapping[int, Rotation]:
         """By layer."""

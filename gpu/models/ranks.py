@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from gpu.context import ForwardContext
+from gpu.context import ForwardContext, Tail
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
 from gpu.ranks import Rank
@@ -20,6 +22,15 @@ class RankModel(CausalModel):
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`. All ranks have the same hidden states."""
         return self._own.forward(ctx, ids)
+
+    @property
+    def tail_widths(self) -> Sequence[int]:
+        """See `CausalModel.tail_widths`."""
+        return self._own.tail_widths
+
+    def finish(self, ctx: ForwardContext, tail: Tail) -> torch.Tensor:
+        """See `CausalModel.finish`."""
+        return self._own.finish(ctx, tail)
 
     def logits(self, hidden: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
         """See `CausalModel.logits`. A classifier's head is not divided."""

@@ -161,6 +161,8 @@ class TransformersModel(CausalModel):
             embeds = self._table(ids.long())
             embeds.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(embeds.dtype))
             hidden = self._run(attend, positions, inputs_embeds=embeds[None])
+        if ctx.tail is not None:
+            ctx.tail[0].copy_(hidden)
         return hidden if ctx.wanted is None else hidden.index_select(0, ctx.wanted)
 
     def _run(self, attend: Attend, positions: Tensor, **inputs: Tensor) -> Tensor:

@@ -25,6 +25,14 @@ class MaskRows(NamedTuple):
     bits: Tensor
 
 
+class Scores(NamedTuple):
+    """Of each row of logits: the logarithm of the sum of all exponentials float32 [n], which is not finite
+    where the row is not, and the rank of a token from 1 int64 [n]. Among equals the lowest id comes first."""
+
+    total: Tensor
+    ranks: Tensor
+
+
 class SamplingKernels(Protocol):
     """See the module."""
 
@@ -53,6 +61,15 @@ class SamplingKernels(Protocol):
     ) -> None:
         """Write a token per row to `tokens` int64 [rows], -1 where the logits are not finite. Without
         `filtered` no row has top_k, top_p or min_p."""
+        ...
+
+    def score(self, logits: Tensor, tokens: Tensor) -> Scores:
+        """Of float32 `logits` [n, vocab] and a token of each row, int64 [n]."""
+        ...
+
+    def best_tokens(self, logits: Tensor, k: int) -> Tensor:
+        """Ids int64 [n, k] of the largest of float32 `logits` [n, vocab], in order, the lowest id first among
+        equals; `k` is at most vocab. Of a row with NaN some ids."""
         ...
 
     def accept(

@@ -8,7 +8,6 @@ equals."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,17 +18,13 @@ from torch import Tensor
 
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.types import NAN_TOKEN, Floats, Ints, frozen
+from gpu.sample.kernels import SamplingKernels
 from gpu.sample.rows import RowTokens
-from gpu.sample.select import largest
 from gpu.sample.slots import AFTER_ALL, AFTER_MASK, ENTROPY, SUPPORT, LogprobOptions
 from gpu.transfer import download, upload
 
 BLOCK = 64
-"""Rows normalised at once: bounds each copy to 39 MB, and keys to 78, at a vocabulary of 151,936."""
-
-FEW_ROWS = 8
-"""Up to which each row is searched in 64 parts and then among their best: the best 5 of one row of 151,936
-take 83 µs on an H200, not 141, those of 8 rows 126, not 182; of 64 rows they would take 591, not 515."""
+"""Rows normalised at once: bounds each copy to 39 MB at a vocabulary of 151,936."""
 
 
 class Ranked(NamedTuple):
@@ -50,33 +45,11 @@ def read_keys(keys: NDArray[np.int64]) -> Ranked:
     return Ranked((keys & 0xFFFFFFFF).astype(np.int32), np.float32(0) - sizes)
 
 
-def select_keys(logprobs: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Keys [n, m + k] of `tokens` int64 [n, m], then of the `k` best, at most vocab, of `logprobs` float32
-    [n, vocab]."""
-    named = keys_of(logprobs.gather(1, tokens), tokens)
-    k = min(k, logprobs.shape[1])
-    return named if k == 0 else torch.cat([named, _best_keys(logprobs, k)], 1)
-
-
-def _best_keys(logprobs: Tensor, k: int) -> Tensor:
-    """Keys [n, k] of the `k` best of `logprobs` [n, vocab].
-
-    topk alone breaks ties as it likes, and logits that were bfloat16 tie often: the first of the list must be
-    the token that greedy takes. On a CPU keys of the whole vocabulary take three times what this does: one
-    more is fetched, and only the rows where the last one in equals the first one out are looked through.
-    """
-    if not logprobs.is_cpu:
-        keys = keys_of(logprobs, torch.arange(logprobs.shape[1], device=logprobs.device))
-        if len(keys) <= FEW_ROWS:
-            parts = keys.view(len(keys), math.gcd(keys.shape[1], 64), -1)
-            keys = parts.topk(min(k, parts.shape[2]), largest=False, sorted=False).values.flatten(1)
-        return keys.topk(k, largest=False).values
-    top = logprobs.topk(min(k + 1, logprobs.shape[1]))
-    ids, values = top.indices[:, :k], top.values.numpy()
-    if k < logprobs.shape[1]:
-        for row in np.flatnonzero(values[:, k - 1] == values[:, k]).tolist():
-            ids[row] = largest(logprobs[row], float(values[row, k - 1]), k)
-    return keys_of(logprobs.gather(1, ids), ids).sort(1).values
+def select_keys(logits: Tensor, total: Tensor, tokens: Tensor, best: Tensor) -> Tensor:
+    """Keys [n, m + k] of `tokens` int64 [n, m] and of `best` [n, k], whose log-probabilities are `logits`
+    [n, vocab] less `total` [n]."""
+    ids = torch.cat([tokens, best], 1)
+    return keys_of(logits.gather(1, ids) - total.unsqueeze(1), ids)
 
 
 class LogprobColumns(NamedTuple):
@@ -148,7 +121,12 @@ class LogprobBlock(NamedTuple):
 
 
 def launch_block(
-    asked: LogprobRows, raw: Tensor, tokens: Tensor, after: Tensor | None, weights: Tensor | None
+    kernels: SamplingKernels,
+    asked: LogprobRows,
+    raw: Tensor,
+    tokens: Tensor,
+    after: Tensor | None,
+    weights: Tensor | None,
 ) -> LogprobBlock:
     """Start a block: `raw` float32 [m, vocab] are the log-probabilities of the model, `tokens` int64 [m]
     those sampled, `after` the logits that they were chosen by and `weights` what they were drawn by, for
@@ -167,7 +145,9 @@ def launch_block(
         if asked.any(SUPPORT):
             support = download(weights > 0), download((weights.gather(1, at).log() - total).squeeze(1))
     most = max(max(wanted.best for wanted in asked.wanted), 0)
-    keys = select_keys(raw, torch.cat([at, asked.columns.named], 1), most)
+    best = kernels.best_tokens(raw, min(most, raw.shape[1]))
+    named = torch.cat([at, asked.columns.named], 1)
+    keys = select_keys(raw, raw.new_zeros(len(raw)), named, best)
     return LogprobBlock(asked, download(keys), entropy, support)
 
 
@@ -225,7 +205,12 @@ class PromptScores(NamedTuple):
 
 
 def prompt_logprobs(
-    start: int, logits: Iterable[Tensor], targets: Tensor, k: int, named: Sequence[int] = ()
+    kernels: SamplingKernels,
+    start: int,
+    logits: Iterable[Tensor],
+    targets: Tensor,
+    k: int,
+    named: Sequence[int] = (),
 ) -> PromptScores:
     """Of the prompt tokens `targets` int64 [n], each predicted by its row of `logits`, which come in
     slices [any, vocab], in order: all of a long chunk at once would be gigabytes.
@@ -238,16 +223,10 @@ def prompt_logprobs(
     more = upload(np.array([named], np.int64), targets.device)
     first = 0
     for piece in logits:
-        for at in range(0, max(len(piece), 1), BLOCK):
-            raw = piece[at : at + BLOCK].log_softmax(-1)
-            wanted = targets[first : first + len(raw)].unsqueeze(1)
-            first += len(raw)
-            keys.append(select_keys(raw, torch.cat([wanted, more.expand(len(raw), -1)], 1), k))
-            ranks.append(_ranks(raw, wanted))
+        wanted = targets[first : first + len(piece)]
+        first += len(piece)
+        scores, best = kernels.score(piece, wanted), kernels.best_tokens(piece, min(k, piece.shape[1]))
+        tokens = torch.cat([wanted.unsqueeze(1), more.expand(len(piece), -1)], 1)
+        keys.append(select_keys(piece, scores.total, tokens, best))
+        ranks.append(scores.ranks)
     return PromptScores(start, download(torch.cat(keys)), download(torch.cat(ranks).int()), len(named))
-
-
-def _ranks(raw: Tensor, tokens: Tensor) -> Tensor:
-    """Where in the order of keys the `tokens` [n, 1] of `raw` [n, vocab] stand, from 1: int64 [n]."""
-    ids, values = torch.arange(raw.shape[1], device=raw.device), raw.gather(1, tokens)
-    return ((raw > values) | ((raw == values) & (ids < tokens))).sum(1) + 1

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from core.types import NAN_TOKEN, Ints
 from gpu.sample.filters import Rule, survivors
-from gpu.sample.kernels import MaskRows
+from gpu.sample.kernels import MaskRows, Scores
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.sample.penalties import Counts, Penalty
 from gpu.sample.rows import COUNT_BITS, Paths, Rows
-from gpu.sample.select import argmax
+from gpu.sample.select import argmax, largest
 from gpu.sample.token_tables import TokenTables
 from gpu.state.entry import MARK, NEW, EntryRing
 from gpu.state.tables import row_of
@@ -89,6 +89,31 @@ def _path(rows: Rows, row: int) -> Tensor:
         seen = int(rows.paths.ancestors[rows.paths.rows[row]])
         node += (~seen).bit_count()
     return tables.drafts[slot, [each for each in range(1, node + 1) if seen >> (node - each) & 1]]
+
+
+def score(logits: Tensor, tokens: Tensor) -> Scores:
+    """See `SamplingKernels.score`."""
+    values, at = logits.numpy(), tokens.unsqueeze(1)
+    own = values[np.arange(len(values)), tokens.numpy()][:, None]
+    ahead = (values > own) | ((values == own) & (np.arange(values.shape[1]) < at.numpy()))
+    return Scores(logits.logsumexp(1), torch.from_numpy(ahead.sum(1) + 1))
+
+
+def best_tokens(logits: Tensor, k: int) -> Tensor:
+    """See `SamplingKernels.best_tokens`.
+
+    topk alone breaks ties as it likes: one more is fetched, and only the rows where the last one in equals
+    the first one out are looked through. The result is in the order of logits, then of ids.
+    """
+    if k == 0:
+        return torch.empty(len(logits), 0, dtype=torch.int64)
+    top = logits.topk(min(k + 1, logits.shape[1]))
+    ids, values = top.indices[:, :k], top.values.numpy()
+    if k < logits.shape[1]:
+        for row in np.flatnonzero(values[:, k - 1] == values[:, k]).tolist():
+            ids[row] = largest(logits[row], float(values[row, k - 1]), k)
+    ids = ids.sort(1).values
+    return ids.gather(1, logits.gather(1, ids).sort(stable=True, dim=1, descending=True).indices)
 
 
 def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False) -> None:

@@ -252,7 +252,8 @@ class SamplingStage:
             if after is not None and block.any(AFTER_ALL | SUPPORT):
                 own = self._device.rows._replace(slots=block.columns.slots)
                 weights = self._device.kernels.draw_weights(after, own, tokens)
-            launched.append(launch_block(block, raw.log_softmax(-1), tokens, after, weights))
+            raw, kernels = raw.log_softmax(-1), self._device.kernels
+            launched.append(launch_block(kernels, block, raw, tokens, after, weights))
         return launched
 
     # -- the work of the launches ------------------------------------------------------------------

@@ -27,11 +27,6 @@ DEEP_ROW_KEYS = 4096
 """A step of up to so many tokens, all of decode rows, is deep where one of them sees more keys: all
 multiprocessors read them then, not those of a few clusters (`gpu.kernels.attention.cluster_decode`)."""
 
-EVERY_TOKENS = (128, 256, 384, 640, 1024, 2048)
-"""Padded tokens of the steps with chunks whose hidden states may all be wanted. Of an 8B on an H200 a step of
-64 rows and one prompt of 500 tokens takes 18 ms as a graph, and launched plainly 45 to 55. Kernels of more
-tokens than these take longer than their launches."""
-
 # Structs, not tuples: as keys of one table, equal fields must not make two kinds equal.
 
 
@@ -40,8 +35,7 @@ class Forward(msgspec.Struct, frozen=True):
     which at most `samples` are sampled from. One that is `shared` attends apart to the keys that the decode
     rows have in common, which takes launches of its own, and one that is `deep` cuts the keys of its chunks,
     or those of its few decode rows, which takes more. With `query` above 1 a decode row has at most so many
-    tokens, which share one pass over its keys. Of a step without `adapters` no row has one. One of `every`
-    leaves the hidden states of all tokens in the buffers, not only of those that are sampled from."""
+    tokens, which share one pass over its keys. Of a step without `adapters` no row has one."""
 
     tokens: int
     decode: int
@@ -51,7 +45,6 @@ class Forward(msgspec.Struct, frozen=True):
     deep: bool = False
     query: int = 1
     adapters: bool = False
-    every: bool = False
 
 
 class StepSizes(Protocol):
@@ -59,11 +52,6 @@ class StepSizes(Protocol):
 
     def forward(self, plan: StepPlan) -> Forward:
         """The forward that holds a plan."""
-        ...
-
-    def every(self, plan: StepPlan) -> Forward | None:
-        """Return the forward of a plan with chunks that leaves the hidden states of all its tokens; None if
-        none is captured for it."""
         ...
 
     def samples(self, count: int) -> int:
@@ -92,7 +80,6 @@ class PaddedSizes:
     ) -> None:
         self._samples = decode_sizes(max_samples)
         self._mixed = mixed_sizes(max_tokens)
-        self._every = [size for size in self._mixed if size in EVERY_TOKENS]
         self._chunks = max_chunks
         self._queries = query_sizes(most_drafts)
         self._adapters = adapters
@@ -114,13 +101,6 @@ class PaddedSizes:
         size = fit(self._samples, max(plan.num_tokens, 1))
         deep = size <= DEEP_ROWS and plan.keys > DEEP_ROW_KEYS
         return self._sized(size, False, query, shared, deep)
-
-    def every(self, plan: StepPlan) -> Forward | None:
-        """See `StepSizes.every`: the smallest."""
-        size = next((size for size in self._every if size >= plan.num_tokens), None)
-        if size is None or not plan.chunks:
-            return None
-        return replace(self._sized(size, True, self._queries[-1]), adapters=plan.adapters, every=True)
 
     def samples(self, count: int) -> int:
         """See `StepSizes.samples`: the fewest."""
@@ -145,8 +125,6 @@ class PaddedSizes:
                     yield self._sized(size, mixed, query, deep=deep)
                     if size >= CASCADE_ROWS:
                         yield self._sized(size, mixed, query, shared=True, deep=deep)
-                if mixed and not deep and size in self._every:
-                    yield replace(self._sized(size, True, self._queries[-1]), every=True)
 
     def _longest_in(self, tokens: int) -> list[int]:
         """Sizes of the longest row of a step of up to so many tokens."""
@@ -168,10 +146,6 @@ class ExactSizes:
         query = min(plan.query_length, 1 + plan.drafts)
         chunks, samples = len(plan.chunks), plan.num_samples
         return Forward(plan.num_tokens, decode, chunks, samples, query=query, adapters=plan.adapters)
-
-    def every(self, plan: StepPlan) -> Forward | None:
-        """See `StepSizes.every`."""
-        return None
 
     def samples(self, count: int) -> int:
         """See `StepSizes.samples`."""

@@ -12,6 +12,7 @@ import torch
 
 from core.plan import PromptLogprobs
 from core.request.params import SamplingParams
+from gpu.sample import torch_kernels
 from gpu.sample.logprobs import Ranked, read_keys, select_keys
 from gpu.sample.logprobs import prompt_logprobs as launch_prompt_logprobs
 from tests.rigs.sampler import Sampled
@@ -25,13 +26,14 @@ def logits_like_bfloat16(n: int, vocab: int) -> torch.Tensor:
 def prompt_logprobs(
     start: int, logits: Iterable[torch.Tensor], targets: torch.Tensor, k: int, named: Sequence[int] = ()
 ) -> PromptLogprobs:
-    return launch_prompt_logprobs(start, logits, targets, k, named).read()
+    return launch_prompt_logprobs(torch_kernels, start, logits, targets, k, named).read()
 
 
 def rank(logits: torch.Tensor, k: int) -> Ranked:
     """The best `k` of each row."""
-    nothing = torch.empty(len(logits), 0, dtype=torch.int64)
-    return read_keys(select_keys(logits.log_softmax(-1), nothing, k).numpy())
+    nothing, raw = torch.empty(len(logits), 0, dtype=torch.int64), logits.log_softmax(-1)
+    best = torch_kernels.best_tokens(raw, min(k, raw.shape[1]))
+    return read_keys(select_keys(raw, torch.zeros(len(raw)), nothing, best).numpy())
 
 
 @pytest.mark.parametrize("k", [1, 5, 128])

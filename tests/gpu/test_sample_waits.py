@@ -17,7 +17,7 @@ from gpu.grammar.matchers import Masks
 from gpu.hidden import HiddenRows
 from gpu.models.base import CausalModel
 from gpu.prompt import score_prompts
-from gpu.sample.kernels import SamplingKernels
+from gpu.sample.kernels import SamplingKernels, Scores
 from gpu.sample.rows import Rows
 from gpu.sample.weights import draw_weights
 from gpu.state.entry import Limits
@@ -51,13 +51,24 @@ def nothing(*args: Any, **options: Any) -> None:
     return None
 
 
+def score(logits: torch.Tensor, tokens: torch.Tensor) -> Scores:
+    return Scores(logits.sum(1), tokens.clone())
+
+
+def best_tokens(logits: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.empty(len(logits), k, dtype=torch.int64, device=META)
+
+
+TOLD = SimpleNamespace(score=score, best_tokens=best_tokens)
+
+
 class Stage:
     """A stage on a device without memory; `launched` are the keys of its launches."""
 
     def __init__(self) -> None:
         self.launched: list[object] = []
         names = ("start_counts", "mask_rows", "adjust", "penalise", "choose", "accept")
-        kernels = SimpleNamespace(**dict.fromkeys(names, nothing), draw_weights=draw_weights)
+        kernels = SimpleNamespace(**dict.fromkeys(names, nothing), draw_weights=draw_weights, **vars(TOLD))
         columns = tuple(torch.zeros(n, dtype=torch.int32, device=META) for n in (ROWS, ROWS, 1))
         self.rings = Rings(Entries(Limits(ROWS, ROWS, 64, 3, 4, ROWS), 4, META), META)
         rows = Rows(*columns, SlotTables(ROWS, 4, META))
@@ -141,7 +152,7 @@ def test_prompts_and_hidden_states_do_not_wait(downloads: list[torch.Tensor]) ->
     hidden, model = torch.zeros(plan.num_tokens, HIDDEN, device=META), Head()
     count = torch.zeros(1, dtype=torch.int32, device=META)
     packed = PackedRows(plan, place(plan), count, count)
-    scores = score_prompts(model.logits, hidden, packed)
+    scores = score_prompts(model.logits, cast(SamplingKernels, TOLD), hidden, packed)
     taken = HiddenRows().take(cast(CausalModel, model), hidden, None, packed)
     assert sorted(scores) == [1, 3] and sorted(taken.hidden) == [2, 3]
     assert len(downloads) == 2 * 2 + 2

@@ -6,9 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from core.adapters import AdapterLimits
 from core.plan import Chunk, StepPlan
 from core.types import NO_TOKENS
 from gpu.state.entry import CASCADE_KEYS, CASCADE_ROWS
@@ -119,30 +117,6 @@ def test_whatever_a_plan_takes_was_made_before(sizes: PaddedSizes) -> None:
             for start in (0, DEEP_KEYS):
                 step = plan(rows, (start, tokens), common=CASCADE_KEYS, drafts=drafts)
                 assert sizes.forward(step) in made
-
-
-@pytest.mark.parametrize(
-    ("step", "tokens"),
-    [
-        (plan(0, (0, 1)), 128),
-        (plan(20, (0, 108)), 128),
-        (plan(20, (DEEP_KEYS, 109), common=CASCADE_KEYS), 256),
-        (plan(20, (0, 300), (0, 300), drafts=20), 640),
-        (plan(64, (0, 1984)), 2048),
-        (plan(64, (0, 1985)), 0),
-        (plan(64), 0),
-    ],
-)
-@pytest.mark.parametrize("adapters", [False, True])
-def test_few_sizes_leave_the_hidden_states_of_all_tokens(step: StepPlan, tokens: int, adapters: bool) -> None:
-    limits = AdapterLimits(places=2, max_rank=8, host=4) if adapters else None
-    sizes = PaddedSizes(64, 4096, 16, 7, limits)
-    found = sizes.every(replace(step, adapters=adapters))
-    if not tokens:
-        assert found is None
-    else:
-        assert found == padded(tokens, True, query=8, adapters=adapters, every=True)
-        assert found in list(sizes.all())
 
 
 def test_exact_sizes_are_the_plans_own() -> None:

@@ -52,7 +52,8 @@ def captured_machine(
 ) -> Machine:
     """With a GPU's kernels, in padded sizes. Without `attention` it is plain, token by token."""
     spec = rig.spec
-    attention = attention or EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
+    windows = [spec.window(layer) for layer in range(spec.layers)]
+    attention = attention or EagerAttention((), windows, spec.softmax_scale)
     configs = None
     if (moe := spec.moe) is not None:
         configs = MoeConfigs(

@@ -236,7 +236,7 @@ def _reduce_runs(
 
 
 @jit
-def _order(x: tl.tensor) -> tl.tensor:
+def float_order(x: tl.tensor) -> tl.tensor:
     """int64 in [0, 2**32) with the order of float32 `x`."""
     word = (x + 0.0).to(tl.int32, bitcast=True)
     return (word ^ ((word >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
@@ -244,7 +244,7 @@ def _order(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _value(order: tl.tensor) -> tl.tensor:
-    """What `_order` was made of."""
+    """What `float_order` was made of."""
     word = (order - 2147483648).to(tl.int32)
     return (word ^ ((word >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -271,7 +271,7 @@ def _mass_of_largest(
         counts = tl.zeros([256], tl.int32)
         for first in range(0, vocab, BLOCK):
             ids = first + tl.arange(0, BLOCK)
-            order = _order(tl.load(row + ids, mask=ids < vocab, other=0.0).to(tl.float32))
+            order = float_order(tl.load(row + ids, mask=ids < vocab, other=0.0).to(tl.float32))
             same = (ids < vocab) & ((order >> (shift + 8)) == low)
             counts += tl.histogram(((order >> shift) & 255).to(tl.int32), 256, mask=same)
         above = tl.sum(counts, 0) - tl.cumsum(counts, 0)

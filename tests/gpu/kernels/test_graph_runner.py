@@ -195,13 +195,7 @@ def test_prompt_logprobs(both: Both, positions: int, monkeypatch: pytest.MonkeyP
 def test_hidden_states_come_from_graphs(both: Both, hidden: Hidden, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompts in pieces, of prompts beside rows and of rows that decode, with prompt log-probabilities: no
     forward is launched plainly, which would slow down all rows of the step."""
-    plain, forward = list[bool](), both.runner._forward
-
-    def watched(key: Forward, uncaptured: Uncaptured | None = None, brief: bool = False) -> torch.Tensor:
-        plain.append(uncaptured is not None)
-        return forward(key, uncaptured, brief)
-
-    monkeypatch.setattr(both.runner, "_forward", watched)
+    plain = plain_forwards(both, monkeypatch)
     rig, states = both.rig, SamplingParams(temperature=0.0, hidden="all")
     first = Chunk(1, 0, ints(PROMPT[:7]), False, target=PROMPT[7], logprobs=1, hidden=hidden)
     both.step(chunks=[first], new=[rig.new(1, PROMPT, params=states)])
@@ -213,11 +207,40 @@ def test_hidden_states_come_from_graphs(both: Both, hidden: Hidden, monkeypatch:
     assert plain == [False] * 4
 
 
-def test_longer_steps_than_graphs_leave_hidden_states_of_are_launched_plainly(
-    both: Both, monkeypatch: pytest.MonkeyPatch
+def plain_forwards(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each forward from now on whether it is launched plainly."""
+    plain, forward = list[bool](), both.runner._forward
+
+    def watched(key: Forward, uncaptured: Uncaptured | None = None, brief: bool = False) -> torch.Tensor:
+        plain.append(uncaptured is not None)
+        return forward(key, uncaptured, brief)
+
+    monkeypatch.setattr(both.runner, "_forward", watched)
+    return plain
+
+
+@pytest.mark.parametrize("variant", ["olmo2", "gemma3", "granite", "qwen3-moe", "qwen3-next"])
+def test_hidden_states_behind_every_kind_of_last_layer(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(both.runner._machine.sizes, "_every", [])
+    """Norms before, behind and on both sides, factors, experts and gated heads."""
+    both = Both(tiny_model.build(variant, tmp_path).path)
+    plain, rig = plain_forwards(both, monkeypatch), both.rig
+    both.step(chunks=[Chunk(1, 0, ints(PROMPT[:5]), True)], new=[rig.new(1, PROMPT[:5])])
+    asking = Chunk(2, 0, ints(PROMPT), True, logprobs=1, hidden="all")
+    both.step(decode=[1], chunks=[asking], new=[rig.new(2, PROMPT)])
+    both.step(decode=[1, 2])
+    assert plain == [False] * 3
+
+
+def test_hidden_states_of_longer_steps_are_launched_plainly(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu.step.buffers.TAIL_TOKENS", 63)
+    both = Both(tiny.path)
+    plain = plain_forwards(both, monkeypatch)
     both.step(chunks=[Chunk(1, 0, ints(PROMPT), True, hidden="all")], new=[both.rig.new(1, PROMPT)])
+    assert plain == [True]
 
 
 def test_prompts_of_embeddings(both: Both) -> None:

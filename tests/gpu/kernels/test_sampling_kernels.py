@@ -44,12 +44,47 @@ def masks_of(vocab: int, rows: dict[int, list[int]]) -> Masks:
     return Masks(list(rows), [1] * len(rows), np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
 
 
-# -- bias and stop ids ------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=SETS)
 def kernels(request: pytest.FixtureRequest) -> SamplingKernels:
     return SETS[request.param]
+
+
+# -- what is told of rows ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 300, 4096, 9000])
+def test_scores_are_those_of_a_stable_sort(kernels: SamplingKernels, vocab: int) -> None:
+    """With ties as bfloat16 has them, and zeros of both signs; more rows than have keys at once."""
+    rows = 70
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).bfloat16().float()
+    logits[:, ::5] = 0.0
+    logits[:, 1::5] = -0.0
+    logits[2, vocab // 2 + 1 :] = -math.inf
+    tokens = torch.arange(rows) * 31 % vocab
+    by_sort = logits.sort(dim=-1, descending=True, stable=True)
+    for k in (0, 1, 5, 20, 21, 128):
+        assert torch.equal(kernels.best_tokens(logits, min(k, vocab)), by_sort.indices[:, :k])
+    found = kernels.score(logits, tokens)
+    assert found.total.tolist() == pytest.approx(logits.double().logsumexp(1).tolist(), abs=1e-5)
+    assert torch.equal(by_sort.indices.gather(1, found.ranks.unsqueeze(1) - 1).squeeze(1), tokens)
+
+
+def test_rows_that_are_not_finite_have_no_normaliser(kernels: SamplingKernels) -> None:
+    logits = torch.zeros(4, 5000)
+    logits[0, 4999], logits[1, 7], logits[2] = math.nan, math.inf, -math.inf
+    found = kernels.score(logits, torch.zeros(4, dtype=torch.int64))
+    assert torch.isfinite(found.total).tolist() == [False, False, False, True]
+    best = kernels.best_tokens(logits, 3)
+    assert ((best >= 0) & (best < 5000)).all()
+
+
+def test_no_rows_have_no_scores(kernels: SamplingKernels) -> None:
+    nothing = torch.empty(0, 300)
+    assert len(kernels.score(nothing, torch.empty(0, dtype=torch.int64)).ranks) == 0
+    assert [len(kernels.best_tokens(nothing, k)) for k in (0, 3, 30)] == [0] * 3
+
+
+# -- bias and stop ids ------------------------------------------------------------------------------
 
 
 def adjusted(
