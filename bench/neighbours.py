@@ -14,6 +14,11 @@ Then callers send prompts of --long tokens, each the next one when it has the fi
     speed   throughput of the streams over that without callers              one 0.5   four 0.25
     times   median first token of the callers over that without streams     one 3     four 1.5
 
+At last a caller sends prompts of --short tokens, first beside the streams, then beside a caller of long ones
+too:
+
+    times   median first token of the short prompts over that without long ones     2
+
 Starts a server with random weights, or measures the one at `--url`, which needs `--logit-processor
 favour=bench.neighbours:favour` for the intruder "processor". Bias: the client shares the server's cores.
 """
@@ -112,6 +117,10 @@ LONG: Mapping[str, Callers] = MappingProxyType(
 )
 
 
+SHORT_TIMES = 2.0
+"""Limit of the first token of short prompts beside a caller of long ones."""
+
+
 def favour(logits: Any, output: list[int], params: dict[str, Any]) -> None:
     """An example of an operator's logit processor."""
     logits[16:32] += 1.0
@@ -157,10 +166,11 @@ def verdict(pairs: Sequence[tuple[Figures, Figures]]) -> dict[str, Any]:
 class Neighbours:
     """Runs against one server. Owner: event loop."""
 
-    def __init__(self, url: str, model: str, work: Workload, long: Workload) -> None:
+    def __init__(self, url: str, model: str, work: Workload, long: Workload, short: Workload) -> None:
         self._url, self._model = url, model
         self._clients = {each: Client(Target.of(url), each) for each in ("completions", "chat")}
-        self._plain, self._long = Source(work, model), Source(long, model)
+        self._plain = Source(work, model)
+        self._long, self._short = Source(long, model), Source(short, model)
         text = msgspec.structs.replace(work, endpoint="chat", prompt_kind="text")
         self._sources = {"completions": self._plain, "chat": Source(text, model)}
         self._streams = work.requests
@@ -190,6 +200,21 @@ class Neighbours:
         found = figures(streams, others or [Record(index=0, times=[began, ended])])
         return found, [each.times[0] - each.sent for each in firsts]
 
+    async def short_firsts(self, callers: int) -> list[float]:
+        """Seconds to the first tokens of short prompts, one after the other, beside all plain streams and so
+        many callers of long ones, all of which have begun."""
+        short: list[Record] = []
+
+        async def call() -> Record:
+            short.append(await self._call(self._short))
+            return short[-1]
+
+        streams, others = await self._beside(call, *[self._call] * callers)
+        began = max(each.times[0] for each in streams)
+        if callers:
+            began = max(began, min(each.times[0] for each in others if each not in short))
+        return [each.times[0] - each.sent for each in short if each.sent >= began]
+
     async def callers_alone(self, callers: int) -> list[float]:
         """Seconds to the first tokens of so many callers, who send `ALONE` requests each."""
 
@@ -213,12 +238,12 @@ class Neighbours:
                 group.create_task(again(other))
         return [task.result() for task in plain], found
 
-    async def _call(self) -> Record:
-        """A long prompt that none sent before."""
+    async def _call(self, source: Source | None = None) -> Record:
+        """A prompt of `source`, by default a long one, that none sent before."""
         self._sent += 1
-        record, _ = await self._clients["completions"].send(self._long.request(self._sent))
+        record, _ = await self._clients["completions"].send((source or self._long).request(self._sent))
         if record.bad is not None:
-            raise RuntimeError(f"a long prompt failed: {record.bad} {record.detail}")
+            raise RuntimeError(f"a prompt failed: {record.bad} {record.detail}")
         return record
 
     async def _post_all(self, intruder: Intruder, option: bool) -> Record:
@@ -259,17 +284,18 @@ class Neighbours:
 
 
 async def measure(
-    url: str, names: Sequence[str], rounds: int, work: Workload, long: Workload
+    url: str, names: Sequence[str], rounds: int, work: Workload, long: Workload, short: Workload
 ) -> dict[str, Any]:
-    """The figures of every intruder of `names`, and of all callers."""
+    """The figures of every intruder of `names`, of all callers of long prompts, and of short prompts."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         model = msgspec.json.decode(answer.read())["data"][0]["id"]
-    neighbours = Neighbours(url, model, work, long)
+    neighbours = Neighbours(url, model, work, long, short)
     gc.disable()  # a garbage collection of the client would show as a gap
     try:
         return {
             "intruders": {name: await _pairs(neighbours, name, rounds) for name in names},
             "callers": await _callers(neighbours, rounds),
+            "short_prompts": await _short_prompts(neighbours, rounds),
         }
     finally:
         gc.enable()
@@ -314,6 +340,25 @@ async def _callers(neighbours: Neighbours, rounds: int) -> dict[str, Any]:
     return results
 
 
+async def _short_prompts(neighbours: Neighbours, rounds: int) -> dict[str, Any]:
+    """The figure of short prompts."""
+    alone, beside = list[float](), list[float]()
+    for _ in range(rounds):
+        alone += await neighbours.short_firsts(0)
+        beside += await neighbours.short_firsts(1)
+    if not alone or not beside:
+        raise RuntimeError("no short prompt was sent while all streams ran: increase --output-len")
+    found = {
+        "times": round(median(beside) / median(alone), 2),
+        "first_ms": round(1e3 * median(beside), 1),
+        "first_p95_ms": round(1e3 * float(np.percentile(beside, 95)), 1),
+        "first_alone_ms": round(1e3 * median(alone), 1),
+        "holds": median(beside) <= SHORT_TIMES * median(alone),
+    }
+    print("short_prompts", found, flush=True)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write bench/results/NAME.json."""
     parser = argparse.ArgumentParser(
@@ -327,6 +372,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--long", type=int, default=12_000, help="prompt tokens of a caller")
+    parser.add_argument(
+        "--short", type=int, default=1_000, help="prompt tokens of a short prompt beside these"
+    )
     parser.add_argument("--vocab-high", type=int, default=90_000)
     args, flags = parser.parse_known_args(argv)
     names = args.intruders.split(",")
@@ -337,10 +385,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         output_len=args.output_len, vocab_low=min(1_000, args.vocab_high // 2), vocab_high=args.vocab_high,
     )  # fmt: skip
 
-    long = msgspec.structs.replace(work, name="callers", input_len=args.long, output_len=1)
+    long, short = (
+        msgspec.structs.replace(work, name="callers", input_len=length, output_len=1)
+        for length in (args.long, args.short)
+    )
 
     def found(url: str) -> dict[str, Any]:
-        return uvloop.run(measure(url, names, args.rounds, work, long))
+        return uvloop.run(measure(url, names, args.rounds, work, long, short))
 
     if args.url:
         results = found(args.url)
@@ -353,10 +404,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 results = found(server.url)
             finally:
                 server.stop()
-    sizes = {"streams": args.streams, "rounds": args.rounds, "output_len": args.output_len}
-    write(
-        args.name, {**sizes, "input_len": args.input_len, "long": args.long, "server_flags": flags, **results}
-    )
+    sizes = {
+        name: vars(args)[name] for name in ("streams", "rounds", "output_len", "input_len", "long", "short")
+    }
+    write(args.name, {**sizes, "server_flags": flags, **results})
 
 
 if __name__ == "__main__":

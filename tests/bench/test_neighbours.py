@@ -48,12 +48,14 @@ def test_it_runs_with_every_intruder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(neighbours, "SERVER", ["--device", "cpu", "--load-format", "dummy"])
     model = dummy_model(tmp_path / "model")
     monkeypatch.setattr(neighbours, "WORK_TOKENS", 20)
-    sizes = ["--streams", "3", "--rounds", "1", "--input-len", "8", "--output-len", "60", "--long", "200"]
+    sizes = ["--streams", "3", "--rounds", "1", "--input-len", "8", "--output-len", "60"]
+    sizes += ["--long", "200", "--short", "40"]
     server = ["--model", str(model), "--kv-tokens", "4096", "--max-running", "8"]
     template = ["--chat-template", str(model / "template.jinja")]
     neighbours.main([*sizes, "--vocab-high", "200", *server, *template])
     found = json.loads((tmp_path / "neighbours.json").read_text())
     assert list(found["intruders"]) == list(INTRUDERS)
     assert all(each["with"]["tok_s"] > 0 for each in found["intruders"].values())
+    assert found["short_prompts"]["times"] > 0
     assert list(found["callers"]) == list(LONG)
     assert all(each["speed"] > 0 and each["times"] > 0 for each in found["callers"].values())
