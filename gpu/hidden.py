@@ -53,7 +53,7 @@ class HiddenRows:
         """Take over what new slots ask for. Before `take`."""
         for new in new_slots:
             for slots, wanted in (
-                (self._all, new.params.hidden == "all"),
+                (self._all, new.params.hidden in ("output", "all")),
                 (self._routed, new.params.experts_from >= 0),
             ):
                 if wanted:

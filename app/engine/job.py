@@ -202,6 +202,10 @@ class Run(Protocol):
         piece."""
         ...
 
+    def hidden_from(self, index: int) -> int:
+        """Position of the token that the first of these is of."""
+        ...
+
     def experts(self, index: int) -> list[Ints]:
         """The same for the experts that were chosen, int32 [n, layers, experts per token] each."""
         ...

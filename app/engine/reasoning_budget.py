@@ -179,6 +179,11 @@ class WatchedRun:
         second = self._choices[index].second
         return self._first.hidden(index) if second is None else second.hidden(0)
 
+    def hidden_from(self, index: int) -> int:
+        """See `app.engine.job.Run.hidden_from`."""
+        second = self._choices[index].second
+        return self._first.hidden_from(index) if second is None else second.hidden_from(0)
+
     def experts(self, index: int) -> list[Ints]:
         """See `app.engine.job.Run.experts`. The same."""
         second = self._choices[index].second

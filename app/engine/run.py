@@ -90,6 +90,10 @@ class LiveRun:
         """See `app.engine.job.Run.hidden`."""
         return self.requests[index].hidden
 
+    def hidden_from(self, index: int) -> int:
+        """See `app.engine.job.Run.hidden_from`."""
+        return len(self.prompt) - 1 if self.params.hidden in ("last", "output") else 0
+
     def experts(self, index: int) -> list[Ints]:
         """See `app.engine.job.Run.experts`."""
         return self.requests[index].experts

@@ -19,10 +19,14 @@ MAX_SUPPORT = 4096
 """Tokens of a sampling mask: SGLang's default bound."""
 SEED_LIMIT = 2**63
 
-Hidden = Literal["none", "first", "last", "sum", "all"]
+Hidden = Literal["none", "first", "last", "sum", "output", "all"]
 """Which hidden states (after the last norm) are returned: the prompt's first token's, its last
-one's, the sum over the prompt, or every token's that is computed, those of the output included. Where the
-checkpoint has a head for classes, `first` and `last` are what it says of that token."""
+one's, the sum over the prompt, those that made the output (its last one's, and every output token's that is
+computed), or every token's that is computed. Where the checkpoint has a head for classes, `first` and `last`
+are what it says of that token."""
+
+OF_CACHED: frozenset[Hidden] = frozenset({"none", "last", "output"})
+"""Those for which all but the last token of a prompt may come from the prefix cache."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def read_from(self) -> int:
         """First position that has to be computed because its hidden state or experts are reported."""
-        return max(self.experts_from, 0) if self.hidden == "none" else 0
+        return max(self.experts_from, 0) if self.hidden in OF_CACHED else 0
 
     @property
     def penalised(self) -> bool:

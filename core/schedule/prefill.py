@@ -11,7 +11,7 @@ from core.cache.manager import CacheManager, Match, worth_waiting
 from core.executor import Capabilities
 from core.plan import MOST_SAVES, Chunk, NewSlot
 from core.request import Pinning, Request, State
-from core.request.params import Hidden
+from core.request.params import OF_CACHED, Hidden
 from core.schedule.adapters import Places
 from core.schedule.builder import PlanBuilder
 from core.schedule.callers import SHARED_CHUNK
@@ -299,7 +299,7 @@ class Prefills:
         limit = len(tokens) - 1
         if _owes_logprobs(request):
             limit = max(request.logprobs_from - 1, 0)
-        if request.params.hidden not in ("none", "last") or request.params.experts_from >= 0:
+        if request.params.hidden not in OF_CACHED or request.params.experts_from >= 0:
             limit = min(limit, _hidden_from(request))
         return limit
 
@@ -388,6 +388,8 @@ def _hidden(request: Request, start: int, end: int, owed: int, last: bool) -> Hi
     match asked := request.params.hidden:
         case "last":
             due = last and not request.output
+        case "output":
+            return "last" if last else "none"
         case "sum":
             due = end > owed and not request.output
         case "first":

@@ -70,6 +70,18 @@ async def test_chat_and_completions_tell_the_last(server: Server) -> None:
     assert answer["choices"][0]["hidden_states"] == state(text[-1], len(text) - 1).tolist()
 
 
+async def test_the_last_of_a_long_prompt_is_one_vector(server: Server) -> None:
+    """A limit counts what is held: those of the output, not of the prompt."""
+    serves(server, hidden_size=2**20)
+    asked = {"prompt": "a prompt of more than four tokens", "max_tokens": 3, "return_hidden_states": True}
+    status, answer = await server.post("/v1/completions", asked)
+    assert (status, answer["choices"][0]["hidden_states"]) == (200, wanted(ids(asked["prompt"]), 3)[-1])
+    assert server.engine.runs[0].params.hidden == "output"
+    status, answer = await server.post("/v1/completions", asked | {"max_tokens": 4})
+    assert (status, answer["error"]["param"]) == (400, "return_hidden_states")
+    assert "5 tokens" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

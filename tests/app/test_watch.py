@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
+from app.api.request.hidden import last_state
 from app.engine.job import Job, Piece
 from app.engine.reasoning_budget import Watch, WatchedRun, Watcher
 from app.parsers.reading import Reading
 from app.parsers.registry import REASONING
 from app.text.tokenizer import Tokenizer
 from core.errors import Unavailable
+from core.request.params import Hidden, SamplingParams
 from core.types import FinishReason
 from tests.rigs.executor import oracle
 from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
@@ -29,8 +32,10 @@ class Watched:
         self.watcher = Watcher(bench.submitter, tokenizer, Watch(reading=READING, budget=budget))
         self.pieces: dict[int, list[Piece]] = {}
 
-    async def start(self, max_tokens: int | None = 40, n: int = 1) -> WatchedRun:
-        job = Job(id="a", prompt=PROMPT, sampling=GREEDY, ignore_eos=True, max_tokens=max_tokens, n=n)
+    async def start(
+        self, max_tokens: int | None = 40, n: int = 1, sampling: SamplingParams = GREEDY
+    ) -> WatchedRun:
+        job = Job(id="a", prompt=PROMPT, sampling=sampling, ignore_eos=True, max_tokens=max_tokens, n=n)
         run = await self.watcher.start(job, self.take)
         assert isinstance(run, WatchedRun)
         return run
@@ -71,6 +76,20 @@ async def test_what_follows_a_cut_is_what_the_model_says_to_it(
     assert run.prompt.tolist() == PROMPT.tolist() and run.choices == n
     # Prompt and thinking were in the tree: only the closing mark was new.
     assert bench.scheduler.statistics().cached_tokens >= 4 * n
+
+
+@pytest.mark.parametrize("hidden", ["output", "all"])
+async def test_the_last_hidden_state_is_found_behind_a_cut(
+    bench: Bench, tokenizer: Tokenizer, hidden: Hidden
+) -> None:
+    """That of the token before the last one; with a stop string tokens behind it do not count."""
+    watched = Watched(bench, tokenizer)
+    run = await watched.start(sampling=msgspec.structs.replace(GREEDY, hidden=hidden))
+    await run.wait()
+    await settle()
+    tokens = watched.tokens()
+    for told in (40, 37):
+        assert last_state(run, 0, told) == [tokens[told - 2], len(PROMPT) + told - 2]
 
 
 async def test_without_a_budget_it_only_counts(bench: Bench, tokenizer: Tokenizer) -> None:

@@ -60,6 +60,7 @@ def test_a_stop_token_ends_them() -> None:
 def test_retraction_gives_nothing_twice(depth: int, turns: int) -> None:
     harness = Harness(depth=depth, step_tokens=16)
     request = harness.request(A, 8, hidden="all")
+    output = harness.request(B[3:], 8, hidden="output")
     total = harness.request(B, 0, hidden="sum")
     of_prompts = [harness.request(B, 6, hidden=kind) for kind in ("sum", "last", "first")]
     for _ in range(turns):
@@ -68,6 +69,7 @@ def test_retraction_gives_nothing_twice(depth: int, turns: int) -> None:
     harness.run()
     harness.check(request)
     assert given(harness, request) == everything(harness, request)
+    assert given(harness, output) == everything(harness, output)[len(B) - 4 :]
     answering, last, first = of_prompts
     for each in (total, answering):
         sums = np.concatenate(each.hidden).sum(0)
@@ -84,6 +86,17 @@ def test_the_last_token_is_found_behind_a_cached_prefix() -> None:
     harness.run()
     assert request.cached == 28
     assert given(harness, request) == states(A)[-1:]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_made_the_output_is_found_behind_a_cached_prefix(depth: int) -> None:
+    harness = Harness(depth=depth, step_tokens=16)
+    harness.request(A, 4)
+    harness.run()
+    request = harness.request(A, 6, hidden="output")
+    harness.run()
+    assert request.cached == 28
+    assert given(harness, request) == everything(harness, request)[len(A) - 1 :]
 
 
 def test_sums_and_first_tokens_read_all_of_the_prompt() -> None:

@@ -66,6 +66,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "sampling": SamplingParams(frequency_penalty=1.0, logprobs=2, logprobs_mode="masked_logprobs"),
     },
     "banned": {"allowed_ids": tuple(range(4, 200))},
+    "hidden of the output": {"sampling": SamplingParams(hidden="output", logprobs=1)},
     "embeds": {"embeds": np.random.default_rng(1).normal(size=(19, 64)).astype(np.float32)},
 }
 HOSTS_OWN = {"processor", "processor that raises"}

@@ -150,8 +150,13 @@ class FakeRun:
                 return [states[n - 1][None]]
             case "sum":  # in two chunks
                 return [np.sum(part, axis=0)[None] for part in (states[: n // 2], states[n // 2 : n]) if part]
+            case "output":
+                return [each[None] for each in states[n - 1 :]]
             case "all":
                 return [np.array(states[:n]), *(each[None] for each in states[n:])]
+
+    def hidden_from(self, index: int) -> int:
+        return len(self.prompt) - 1 if self.params.hidden in ("last", "output") else 0
 
     def experts(self, index: int) -> list[Ints]:
         if self.params.experts_from < 0:

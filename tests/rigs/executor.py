@@ -281,7 +281,7 @@ class FakeExecutor:
     def _hidden(self, plan: StepPlan, before: NDArray64) -> dict[int, Floats]:
         """Hidden states: the token and its position, so that a test can identify them."""
         for new in plan.new_slots:
-            self.hidden_slots[new.slot] = new.params.hidden == "all"
+            self.hidden_slots[new.slot] = new.params.hidden in ("output", "all")
         found = {}
         for slot in plan.decode_slots.tolist():
             if self.hidden_slots[slot]:

@@ -15,15 +15,20 @@ from core.types import Floats
 def check_states(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> None:
     """Raise `RequestError` where prompts and what may follow are more than an answer should hold. Once
     they run: only then it is known how long they are."""
-    if jobs[0].sampling.hidden != "none":
-        tokens = sum(run.choices * (run.params.max_tokens + len(run.prompt)) for run in runs)
+    kind = jobs[0].sampling.hidden
+    if kind != "none":
+        read = [len(run.prompt) if kind == "all" else 1 for run in runs]
+        tokens = sum(run.choices * (run.params.max_tokens + n) for run, n in zip(runs, read, strict=True))
         check_numbers(tokens, loaded, "return_hidden_states")
 
 
 def states(run: Run, choice: int, tokens: int) -> list[Floats]:
     """SGLang's list: the prompt's states as one list of lists, then one list for each of the `tokens` but
-    the last, which the model never read."""
-    rows = _rows(run, choice, tokens)
+    the last, which the model never read. Without those of tokens after a stop string; fewer if it ended
+    before."""
+    if not run.hidden(choice):
+        return [np.zeros((0, 0), np.float32)]
+    rows = joined(run, choice)[: len(run.prompt) + max(tokens - 1, 0)]
     return [rows[: len(run.prompt)], *rows[len(run.prompt) :]]
 
 
@@ -32,16 +37,9 @@ def last_state(run: Run, choice: int, tokens: int) -> list[float] | None:
     before there was any."""
     if not run.hidden(choice):
         return None
-    state: list[float] = _rows(run, choice, tokens)[-1].tolist()
+    at = len(run.prompt) - 1 + max(tokens - 1, 0) - run.hidden_from(choice)
+    state: list[float] = joined(run, choice)[: at + 1][-1].tolist()
     return state
-
-
-def _rows(run: Run, choice: int, tokens: int) -> Floats:
-    """float32 [prompt + tokens - 1, hidden]: without those of tokens after a stop string.
-    Fewer if it ended before."""
-    if not run.hidden(choice):
-        return np.zeros((0, 0), np.float32)
-    return joined(run, choice)[: len(run.prompt) + max(tokens - 1, 0)]
 
 
 MAX_NUMBERS = 2**22

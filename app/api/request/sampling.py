@@ -137,7 +137,7 @@ def sampling_params(
     if fields.get("top_k") == -1:  # how the other servers spell "the whole vocabulary"
         fields["top_k"] = 0
     if wants_states(body):
-        fields["hidden"] = "all"
+        fields.setdefault("hidden", "output")
     fields |= requested_fields(body)
     if body.logit_bias:
         fields["logit_bias"] = _bias(body.logit_bias, prefix)
