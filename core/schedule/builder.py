@@ -78,6 +78,10 @@ class PlanBuilder:
         if len(self._chunks) == self._max_chunks:
             self.room = 0
 
+    def longest(self) -> int:
+        """Tokens of the longest prompt that has a chunk, without those that were cached."""
+        return max((request.to_compute for request, _ in self._chunks), default=0)
+
     def new_slot(self, slot: NewSlot, pages: list[int]) -> None:
         """A slot's first step, with the page-table row it starts from."""
         self._new.append(slot)

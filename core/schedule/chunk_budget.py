@@ -29,11 +29,11 @@ LEARNING: Final = 1 / 8
 HELD: Final = 0.05
 """Maximum of an account without a target, in seconds: it fills while prompts wait for memory. A prompt that
 takes no longer than this is a short one."""
-SMALL_SHARE: Final = 0.5
+SMALL_SHARE: Final = 0.75
 """Share of prompts below which a step's prompt tokens take at most `HELD` seconds without a target: prompts
-pause for longer than they are computed then, and larger steps would not end them earlier. Predicted for one
-caller of 12,000-token prompts beside 64 streams of an 8B: p99 inter-token latency 67 ms for 216, and 0.2%
-less throughput in c256."""
+pause so much that larger steps would not end them earlier. Up to four callers of 12,000-token prompts beside
+64 streams of an 8B have less. Predicted there: p99 inter-token latency 66 ms for 249, the same throughput and
+first tokens; 0.3% less throughput in c256."""
 MOST_EXCESS: Final = 4.0
 """Times the known seconds, or the average: more is an accident."""
 SCALES: Final = (0.5, 2.0)
@@ -96,6 +96,8 @@ class ChunkBudget:
         self._account, self._short_account = 0.0, HELD
         self._pauses = False
         """A long prompt pauses in the step that is planned; short ones that wait do not."""
+        self._longest = 0
+        """Tokens of the longest prompt in the last step that paid from the account."""
         self._excess = 0.0
         """Seconds of a step without chunks beyond its costs: all of them where no cost is measured."""
         self._scale = 1.0
@@ -131,11 +133,12 @@ class ChunkBudget:
         best = np.flatnonzero(rates > NEAR_BEST * rates.max())  # empty if no size fits
         return min(room, max(int(chunks[best[-1]]) if len(best) else 0, LEAST_CHUNK))
 
-    def short_room(self, first: int) -> int:
-        """Prompt tokens that waiting prompts may take in a step without `room` whose first prompt has `first`
-        tokens: they do not wait for the debt of one that takes longer than `HELD`."""
+    def short_room(self, plan: PlanBuilder) -> int:
+        """Prompt tokens that short prompts may take in a step without `room`: they do not wait for the debt
+        of one that takes longer than `HELD`."""
         most = self._held_tokens()
-        self._pauses = self._account < 0 and not self._sized and first > most
+        owed = self._account < 0 and not self._sized and plan.prompts > 0
+        self._pauses = owed and self._longest > most
         return most if self._pauses and self._short_account >= 0 else 0
 
     def _held_tokens(self) -> int:
@@ -173,6 +176,8 @@ class ChunkBudget:
             known = self._prompt_tokens
             seconds = seconds + tokens * self._prompt_seconds / known if known else 0.0
         self._flights.append(spent := _Spent(rows, tokens, seconds, share, self._pauses))
+        if tokens and not self._pauses:
+            self._longest = plan.longest()
         self._pauses = False
         if share:
             self._pay(spent, seconds)

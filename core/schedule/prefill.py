@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, islice
 
 from core.cache.hold import Hold
@@ -137,23 +138,37 @@ class Prefills:
                 break
             self._chunk(builder, request, tokens)
             done.append(request)
-        if remaining:
-            (first, tokens), rest = remaining[0], builder.room
-            builder.room = rest // 2 if room else min(self._budget.short_room(len(tokens)), whole)
-            for request, tokens in chain(under_way, self._overtaking(builder, first.priority)):
-                if builder.full or self._left(request, tokens) > builder.room:
-                    remaining.append((request, tokens))
-                else:
-                    rest -= self._left(request, tokens)
-                    self._chunk(builder, request, tokens)
-                    done.append(request)
-            builder.room = max(rest, 0)
+        least = remaining[0][0].priority if remaining else -math.inf
+        others = chain(under_way, self._overtaking(builder, least))
+        if not room:
+            short = min(self._budget.short_room(builder), whole)
+            done, remaining = self._take(builder, chain(remaining, others), short, whole=True)
+        elif remaining:
+            rest = builder.room + builder.prompt_tokens
+            taken, later = self._take(builder, others, builder.room // 2)
+            done, remaining = done + taken, remaining + later
+            builder.room = rest - builder.prompt_tokens
             self._chunk(builder, *remaining[0])
         self._under_way = remaining
         done = [request for request in done if request.params.max_tokens > 0]
         for request in done:
             request.move(State.DECODE)
         return done
+
+    def _take(
+        self, builder: PlanBuilder, prompts: Iterable[tuple[Request, Ints]], room: int, whole: bool = False
+    ) -> tuple[list[Request], list[tuple[Request, Ints]]]:
+        """Plan the rest of those that fit `room`; `whole`: if all of them would. Returns these and others."""
+        taken, others = list[Request](), list[tuple[Request, Ints]]()
+        builder.room = room
+        for request, tokens in prompts:
+            left = self._left(request, tokens)
+            if builder.full or (max(left, request.to_compute) if whole else left) > builder.room:
+                others.append((request, tokens))
+            else:
+                self._chunk(builder, request, tokens)
+                taken.append(request)
+        return taken, others
 
     def _left(self, request: Request, tokens: Ints) -> int:
         """Tokens of a prompt that are not planned yet."""
@@ -219,9 +234,9 @@ class Prefills:
             if place is not None:
                 yield request, place
 
-    def _overtaking(self, builder: PlanBuilder, least: int) -> Iterator[tuple[Request, Ints]]:
-        """Admit waiting requests of at least priority `least` whose whole prompts fit, until there are no
-        pages for one: none while a preempted request waits for its own."""
+    def _overtaking(self, builder: PlanBuilder, least: float) -> Iterator[tuple[Request, Ints]]:
+        """Admit waiting requests of at least priority `least` whose whole prompts fit, until there
+        are no pages for one: none while a preempted request waits for its own."""
         matched = 0
         candidates = () if builder.full else islice(self._policy(self._waiting), OVERTAKING)
         for request in candidates:

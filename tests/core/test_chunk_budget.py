@@ -159,7 +159,7 @@ def test_without_a_weight_or_seconds_prompts_never_pause(weight: float, seconds:
     assert all(plan.chunks for plan in plans(h))
 
 
-@pytest.mark.parametrize(("weight", "most"), [(0.5, 52), (8.0, STEP)])
+@pytest.mark.parametrize(("weight", "most"), [(0.5, 52), (2.5, 52), (16.0, STEP)])
 def test_prompts_with_a_small_share_take_short_steps(weight: float, most: int) -> None:
     """A prompt token takes 1 ms: 50 of them are as long as a step may be. Known from the first step on."""
     h = harness(target=0.0, costs=None, prefill_weight=weight)
@@ -198,6 +198,38 @@ def test_short_prompts_do_not_wait_for_the_debt_of_a_long_one() -> None:
     """A chunk of 50 ms takes 250 steps of 1 ms to pay back; a short prompt gets its token within three."""
     _, _, waited = beside_a_long_prompt(6, 200)
     assert waited[0] <= 3
+
+
+def test_short_prompts_do_not_wait_for_what_a_long_one_left() -> None:
+    """It has its token, and nothing is under way; they wait in front of the next long one, or behind it."""
+    for behind in (False, True):
+        h = harness(target=0.0, costs=None, prefill_weight=1.0)
+        h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+        decoding(h, rows=4, max_tokens=4_000)
+        long = h.request(range(1, 101), 1)
+        while not h.delivered[long.id]:
+            h.turn()
+        if behind:
+            h.request(range(101, 301), 1)
+        short = h.request([60] * 6, 1)
+        if not behind:
+            h.request(range(101, 301), 1)
+        for _ in range(4):
+            h.turn()
+        assert h.delivered[short.id]
+
+
+def test_the_end_of_a_long_prompt_pauses_too() -> None:
+    """Its last tokens would fit the account of short prompts."""
+    h = harness(target=0.0, costs=None, prefill_weight=1.0)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    decoding(h, rows=4, max_tokens=4_000)
+    before = len(h.executor.plans)
+    long = h.request(range(1, 91), 1)
+    while not h.delivered[long.id]:
+        h.turn()
+    chunks = [at for at, plan in enumerate(h.executor.plans[before:]) if plan.chunks]
+    assert len(chunks) == 2 and chunks[1] - chunks[0] > 100
 
 
 def test_short_prompts_have_half_of_what_a_long_one_pays_back() -> None:
