@@ -200,7 +200,7 @@ class ModelRunner:
         if tail is None:
             return buffers.sample_hidden
         if buffers.aux is not None and not buffers.aux.layers:
-            return buffers.aux.out
+            return buffers.aux.out[: key.tokens].clone()  # accepted paths are moved there
         assert self._pages is not None
         view = buffers.view(key)
         return self._ready().finish(ForwardContext(view.positions, self._pages.ops(view)), tail)

@@ -26,11 +26,18 @@ class MaskRows(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of each row of logits: the logarithm of the sum of all exponentials float32 [n], which is not finite
-    where the row is not, and the rank of a token from 1 int64 [n]. Among equals the lowest id comes first."""
+    """Of each row of logits: the largest float32 [n], the logarithm of the sum of all exponentials relative
+    to it float32 [n], which is NaN where the row is not finite, and the rank of a token from 1 int64 [n].
+    Among equals the lowest id comes first."""
 
-    total: Tensor
+    high: Tensor
+    log_sum: Tensor
     ranks: Tensor
+
+    def normalised(self, logits: Tensor) -> Tensor:
+        """Log-probabilities of some `logits` [n, any] of these rows. Less the sum alone they would lose
+        digits where all logits are large."""
+        return logits.sub(self.high.unsqueeze(1)).sub_(self.log_sum.unsqueeze(1))
 
 
 class SamplingKernels(Protocol):

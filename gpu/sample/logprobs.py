@@ -45,13 +45,6 @@ def read_keys(keys: NDArray[np.int64]) -> Ranked:
     return Ranked((keys & 0xFFFFFFFF).astype(np.int32), np.float32(0) - sizes)
 
 
-def select_keys(logits: Tensor, total: Tensor, tokens: Tensor, best: Tensor) -> Tensor:
-    """Keys [n, m + k] of `tokens` int64 [n, m] and of `best` [n, k], whose log-probabilities are `logits`
-    [n, vocab] less `total` [n]."""
-    ids = torch.cat([tokens, best], 1)
-    return keys_of(logits.gather(1, ids) - total.unsqueeze(1), ids)
-
-
 class LogprobColumns(NamedTuple):
     """On the device: samples, slots and how many drafts precede the token int64 [m]; whether
     log-probabilities are of what a grammar allows, and of what was drawn from, bool [m, 1] each; tokens that
@@ -146,9 +139,8 @@ def launch_block(
             support = download(weights > 0), download((weights.gather(1, at).log() - total).squeeze(1))
     most = max(max(wanted.best for wanted in asked.wanted), 0)
     best = kernels.best_tokens(raw, min(most, raw.shape[1]))
-    named = torch.cat([at, asked.columns.named], 1)
-    keys = select_keys(raw, raw.new_zeros(len(raw)), named, best)
-    return LogprobBlock(asked, download(keys), entropy, support)
+    ids = torch.cat([at, asked.columns.named, best], 1)
+    return LogprobBlock(asked, download(keys_of(raw.gather(1, ids), ids)), entropy, support)
 
 
 def read_block(block: LogprobBlock, made: RowTokens) -> dict[int, RowLogprobs]:
@@ -226,7 +218,7 @@ def prompt_logprobs(
         wanted = targets[first : first + len(piece)]
         first += len(piece)
         scores, best = kernels.score(piece, wanted), kernels.best_tokens(piece, min(k, piece.shape[1]))
-        tokens = torch.cat([wanted.unsqueeze(1), more.expand(len(piece), -1)], 1)
-        keys.append(select_keys(piece, scores.total, tokens, best))
+        ids = torch.cat([wanted.unsqueeze(1), more.expand(len(piece), -1), best], 1)
+        keys.append(keys_of(scores.normalised(piece.gather(1, ids)), ids))
         ranks.append(scores.ranks)
     return PromptScores(start, download(torch.cat(keys)), download(torch.cat(ranks).int()), len(named))

@@ -96,7 +96,9 @@ def score(logits: Tensor, tokens: Tensor) -> Scores:
     values, at = logits.numpy(), tokens.unsqueeze(1)
     own = values[np.arange(len(values)), tokens.numpy()][:, None]
     ahead = (values > own) | ((values == own) & (np.arange(values.shape[1]) < at.numpy()))
-    return Scores(logits.logsumexp(1), torch.from_numpy(ahead.sum(1) + 1))
+    high = logits.amax(1)
+    log_sum = logits.sub(high.unsqueeze(1)).exp_().sum(1).log_()
+    return Scores(high, log_sum, torch.from_numpy(ahead.sum(1) + 1))
 
 
 def best_tokens(logits: Tensor, k: int) -> Tensor:

@@ -277,6 +277,7 @@ class SamplingStage:
         everything = LogprobOptions(LOGPROBS | ENTROPY | SUPPORT | AFTER_MASK | AFTER_ALL, 1, (0,), False)
         asked = LogprobRows.of([0], [0], [0], [everything], [True], self._logits.device)
         self._logprobs(asked, self._logits.index_select(0, asked.columns.samples))
+        self._device.kernels.score(self._logits[:1], asked.columns.slots)  # of prompts
         for drafts in (None, np.zeros(1, np.int32)):
             self._write_masks(Masks([0], [0], np.zeros((1, 1), np.int32), drafts))
         self._write_masks(None)

@@ -34,6 +34,12 @@ async def test_native(server: Server) -> None:
     assert "hidden_states" not in answer["meta_info"]
 
 
+async def test_native_in_its_sampling_parameters(server: Server) -> None:
+    fields = {"sampling_params": {"max_new_tokens": 3, "return_hidden_states": True}}
+    _, answer = await server.post(GENERATE, {"text": "ab", **fields})
+    assert answer["meta_info"]["hidden_states"] == wanted(ids("ab"), 3)
+
+
 async def test_native_lists(server: Server) -> None:
     fields = {"text": ["ab", "c"], "sampling_params": {"max_new_tokens": 2, "n": 2}}
     _, answers = await server.post(GENERATE, asked(**fields, return_hidden_states=[True, True]))

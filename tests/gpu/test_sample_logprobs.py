@@ -13,7 +13,7 @@ import torch
 from core.plan import PromptLogprobs
 from core.request.params import SamplingParams
 from gpu.sample import torch_kernels
-from gpu.sample.logprobs import Ranked, read_keys, select_keys
+from gpu.sample.logprobs import Ranked, keys_of, read_keys
 from gpu.sample.logprobs import prompt_logprobs as launch_prompt_logprobs
 from tests.rigs.sampler import Sampled
 from tests.rigs.sampling import make, sample
@@ -31,9 +31,9 @@ def prompt_logprobs(
 
 def rank(logits: torch.Tensor, k: int) -> Ranked:
     """The best `k` of each row."""
-    nothing, raw = torch.empty(len(logits), 0, dtype=torch.int64), logits.log_softmax(-1)
+    raw = logits.log_softmax(-1)
     best = torch_kernels.best_tokens(raw, min(k, raw.shape[1]))
-    return read_keys(select_keys(raw, torch.zeros(len(raw)), nothing, best).numpy())
+    return read_keys(keys_of(raw.gather(1, best), best).numpy())
 
 
 @pytest.mark.parametrize("k", [1, 5, 128])

@@ -52,7 +52,7 @@ def nothing(*args: Any, **options: Any) -> None:
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor) -> Scores:
-    return Scores(logits.sum(1), tokens.clone())
+    return Scores(logits.sum(1), logits.sum(1), tokens.clone())
 
 
 def best_tokens(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -118,7 +118,7 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: EmbeddedPrompts | None 
             min_tokens=sampling.min_new_tokens or 0,
             **_logprobs(body, loaded),
             **_processor(body, sampling),
-            **({"hidden": "all"} if wants_states(body) else {}),
+            **({"hidden": "all"} if wants_states(body) or wants_states(sampling) else {}),
             **requested_fields(body),
             **_experts(body, sampling, loaded),
         ),

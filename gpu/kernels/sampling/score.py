@@ -56,7 +56,8 @@ def score(logits: Tensor, tokens: Tensor) -> Scores:
     ahead = torch.empty(shape, dtype=torch.int32, device=logits.device)
     if n:
         _score[shape](logits.contiguous(), tokens, highs, sums, ahead, vocab, PART=part, **options(4))
-    return Scores((highs + sums.log()).logsumexp(1), ahead.sum(1) + 1)
+    high = highs.amax(1)
+    return Scores(high, (highs - high.unsqueeze(1) + sums.log()).logsumexp(1), ahead.sum(1) + 1)
 
 
 @jit_loose("k")

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from app.engine.job import Job
 from core.models import ModelSpec
+from core.request import SamplingParams
 from gpu.attention import AttentionBackend
 from gpu.attention.backend import attention_config
 from gpu.attention.selector import device_attention
@@ -82,6 +84,28 @@ async def test_a_gpus_kernels_verify_drafts_of_a_hybrid(tmp_path: Path) -> None:
         for answer in await engine.answers(some_jobs()):
             same(answer, plain[answer.run.id], 1e-3)
     assert max(engine.runner.most.values()) == 1 + DEPTH
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
+async def test_hidden_states_of_accepted_paths(tmp_path: Path) -> None:
+    """Of trees, beside prompts, where the drafter reads the states behind the last norm: what is told of a
+    prompt's step is taken before accepted paths are moved."""
+    kinds = [
+        Job(
+            id=f"{kind} {at}", prompt=np.array([5, 100 + at, *range(9, 18 + at)], np.int32), seed=at,
+            sampling=SamplingParams(temperature=0.0, hidden=kind), max_tokens=20, ignore_eos=True,
+        )
+        for at, kind in enumerate(("all", "output") * 4)
+    ]  # fmt: skip
+    sizes = PaddedSizes(SAMPLES, STEP_TOKENS, ROWS, 7)
+    with engines_of(tiny_model.build("llama", tmp_path).path) as made:
+        plain = await made.plain(kinds)
+        engine = made.make(
+            Drafts(7, 0.9, trees=True), 1, lambda rig: captured_machine(rig, sizes, attention=attention(rig))
+        )
+        engine.runner._runner._buffers.keep_aux((), STEP_TOKENS)
+        for answer in await engine.answers(kinds):
+            same(answer, plain[answer.run.id], 1e-3)
 
 
 def gpus_machine(spec: ModelSpec) -> DraftMachine:

@@ -65,7 +65,10 @@ def test_scores_are_those_of_a_stable_sort(kernels: SamplingKernels, vocab: int)
     for k in (0, 1, 5, 20, 21, 128):
         assert torch.equal(kernels.best_tokens(logits, min(k, vocab)), by_sort.indices[:, :k])
     found = kernels.score(logits, tokens)
-    assert found.total.tolist() == pytest.approx(logits.double().logsumexp(1).tolist(), abs=1e-5)
+    want = by_sort.values.double().log_softmax(1)[:, 0]
+    assert found.normalised(by_sort.values[:, :1]).flatten().tolist() == pytest.approx(
+        want.tolist(), abs=1e-6
+    )
     assert torch.equal(by_sort.indices.gather(1, found.ranks.unsqueeze(1) - 1).squeeze(1), tokens)
 
 
@@ -73,9 +76,18 @@ def test_rows_that_are_not_finite_have_no_normaliser(kernels: SamplingKernels) -
     logits = torch.zeros(4, 5000)
     logits[0, 4999], logits[1, 7], logits[2] = math.nan, math.inf, -math.inf
     found = kernels.score(logits, torch.zeros(4, dtype=torch.int64))
-    assert torch.isfinite(found.total).tolist() == [False, False, False, True]
+    told = found.normalised(logits[:, 7:8]).squeeze(1)
+    assert told.isnan().tolist() == [True, True, True, False]
     best = kernels.best_tokens(logits, 3)
     assert ((best >= 0) & (best < 5000)).all()
+
+
+def test_logits_far_from_zero_lose_no_digits(kernels: SamplingKernels) -> None:
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1)) * 3
+    far = logits.double() + 10_000
+    found = kernels.score(far.float(), torch.zeros(3, dtype=torch.int64))
+    want = far.float().double().log_softmax(1)
+    assert found.normalised(far.float()).numpy() == pytest.approx(want.numpy(), abs=1e-5)
 
 
 def test_no_rows_have_no_scores(kernels: SamplingKernels) -> None:
