@@ -11,6 +11,7 @@ import numpy as np
 from core.config import ScheduleConfig
 from core.executor import Capabilities
 from core.schedule.builder import PlanBuilder
+from core.types import NDArray64
 
 LEAST_CHUNK: Final = 64
 """Minimum prompt tokens of a step with chunks and decode rows: prompts progress even if decode rows alone
@@ -36,6 +37,9 @@ pause so much that larger steps would not end them earlier. Up to four callers o
 first tokens; 0.3% less throughput in c256."""
 MOST_EXCESS: Final = 4.0
 """Times the known seconds, or the average: more is an accident."""
+MIXED: Final = 64
+"""Steps with rows and chunks after which one has no chunks, where no cost is measured, so that it is known
+what rows alone take: chunks pay what their step takes longer. 0.05% of an 8B's time."""
 SCALES: Final = (0.5, 2.0)
 """What measured seconds of steps with chunks may be of the predicted ones."""
 SEVERAL: Final = 4
@@ -90,7 +94,8 @@ class ChunkBudget:
         costs, most = capabilities.chunk_costs, capabilities.max_step_tokens
         self._padded = capabilities.step_sizes if capabilities.causal else ()
         self._target = 1e-3 * config.itl_target
-        self._sized = costs is not None and self._target > 0
+        self._sizes: NDArray64 | None = None
+        """Of steps whose costs are known, with a target."""
         self._weight = config.prefill_weight
         self._flights: deque[_Spent] = deque()
         self._account, self._short_account = 0.0, HELD
@@ -101,11 +106,13 @@ class ChunkBudget:
         self._excess = 0.0
         """Seconds of a step without chunks beyond its costs: all of them where no cost is measured."""
         self._scale = 1.0
+        self._mixed = 0
+        """Steps with rows and chunks since the last one without chunks."""
         self._prompt_seconds = self._prompt_tokens = 0.0
         """Sums over the last steps with chunks, without what their rows took; used where no cost is measured.
         They decay by `LEARNING` a step. A step of few tokens, which take longer each, counts little."""
         self._seconds, self._pair = np.zeros(most + 1), 0.0
-        if costs is not None and self._sized:
+        if costs is not None and self._target > 0:
             # A step that cost nothing would pay nothing into the account, and prompts would wait for ever.
             self._seconds, self._pair = np.maximum(costs.step.upto(most), LEAST_SECONDS), costs.pair
             known = np.array(costs.step.sizes)
@@ -121,7 +128,9 @@ class ChunkBudget:
             return room
         if self._account < 0:
             return 0
-        if not self._sized:
+        if self._sizes is None:
+            if self._rows_unknown():
+                return 0
             if 0 < self._share(plan) < SMALL_SHARE:
                 room = min(room, self._held_tokens())
             return max(room, min(plan.room, LEAST_CHUNK))
@@ -133,17 +142,22 @@ class ChunkBudget:
         best = np.flatnonzero(rates > NEAR_BEST * rates.max())  # empty if no size fits
         return min(room, max(int(chunks[best[-1]]) if len(best) else 0, LEAST_CHUNK))
 
+    def _rows_unknown(self) -> bool:
+        """Whether the next step is to have no chunks (`MIXED`); the first of all comes after one with."""
+        most = MIXED if self._excess else 1
+        return self._weight > 0 and self._prompt_seconds > 0 and self._mixed >= most
+
     def short_room(self, plan: PlanBuilder) -> int:
         """Prompt tokens that short prompts may take in a step without `room`: they do not wait for the debt
         of one that takes longer than `HELD`."""
         most = self._held_tokens()
-        owed = self._account < 0 and not self._sized and plan.prompts > 0
+        owed = self._account < 0 and self._sizes is None and plan.prompts > 0
         self._pauses = owed and self._longest > most
         return most if self._pauses and self._short_account >= 0 else 0
 
     def _held_tokens(self) -> int:
         """Prompt tokens that take `HELD` seconds; as many as there may be where that is not known."""
-        if not self._prompt_seconds:
+        if self._prompt_seconds < LEAST_SECONDS:  # it may have decayed to almost nothing
             return len(self._seconds)
         return int(HELD * self._prompt_tokens / self._prompt_seconds)
 
@@ -169,7 +183,7 @@ class ChunkBudget:
         rows, tokens, prompts = plan.decode_tokens, plan.prompt_tokens, plan.prompts
         seconds = float(self._seconds[rows]) + self._excess
         share = self._share(plan)
-        if tokens and self._sized:
+        if tokens and self._sizes is not None:
             known = float(self._seconds[rows + tokens]) + self._excess
             seconds = self._scale * (known + self._pair * plan.pairs)
         elif tokens:
@@ -179,6 +193,7 @@ class ChunkBudget:
         if tokens and not self._pauses:
             self._longest = plan.longest()
         self._pauses = False
+        self._mixed = self._mixed + 1 if rows and tokens else 0
         if share:
             self._pay(spent, seconds)
         else:
@@ -191,7 +206,7 @@ class ChunkBudget:
         spent = self._flights.popleft()
         if not seconds:
             return
-        if not self._sized:
+        if self._sizes is None:
             self._learn_unmeasured(spent, seconds)
         elif spent.rows and spent.tokens:
             found = self._scale * seconds / spent.seconds
@@ -202,8 +217,9 @@ class ChunkBudget:
             self._excess += (beyond - self._excess) * LEARNING
 
     def _learn_unmeasured(self, spent: _Spent, seconds: float) -> None:
-        """The same without measured costs. What the step has paid is corrected: a prediction from steps of a
-        few tokens may be far off."""
+        """The same without measured costs. What a step with chunks has paid is corrected: a prediction from
+        steps of a few tokens may be far off. One without is averaged only: of what it paid in a full account
+        has kept nothing, and taking some of it back would leave a debt that no prompt made."""
         if spent.seconds:  # else nothing was known to predict them from
             seconds = min(seconds, MOST_EXCESS * spent.seconds)
         if spent.tokens:
@@ -212,7 +228,7 @@ class ChunkBudget:
             self._prompt_tokens += spent.tokens - self._prompt_tokens * LEARNING
         else:
             self._excess += (seconds - self._excess) * (LEARNING if self._excess else 1.0)
-        if spent.share:
+        if spent.share and spent.tokens:
             self._pay(spent, seconds, instead_of=spent.seconds)
 
     def _share(self, plan: PlanBuilder) -> float:

@@ -32,6 +32,10 @@ MATCHED = 32_768
 """Tokens of them that are looked up in the tree, in 0.1 ms."""
 
 
+Prompt = tuple[Request, Ints]
+"""A request, and all tokens that it computes before it decodes."""
+
+
 class Prefills:
     """Requests whose prompt is not yet planned to its end, and admission from the queue.
 
@@ -71,7 +75,7 @@ class Prefills:
         self.places = Places(0 if limits is None else limits.places, urgent=policy is by_priority)
         self._fair = policy in (by_caller, by_priority)
         self._time = QueueTime()
-        self._under_way: list[tuple[Request, Ints]] = []
+        self._under_way: list[Prompt] = []
         self.admitted: list[Request] = []
         """Requests that the last `plan` admitted."""
         self._spare = SparePages(table, new_token_ratio, cache.page_size)
@@ -129,7 +133,7 @@ class Prefills:
             self.places.assign(self._waiting.adapters, builder.now)
         whole, room = builder.room, self._limited(builder)
         done: list[Request] = []
-        remaining: list[tuple[Request, Ints]] = []
+        remaining: list[Prompt] = []
         self.admitted = []
         under_way = deque(self._under_way)
         for request, tokens in self._line(builder, under_way):
@@ -156,10 +160,10 @@ class Prefills:
         return done
 
     def _take(
-        self, builder: PlanBuilder, prompts: Iterable[tuple[Request, Ints]], room: int, whole: bool = False
-    ) -> tuple[list[Request], list[tuple[Request, Ints]]]:
+        self, builder: PlanBuilder, prompts: Iterable[Prompt], room: int, whole: bool = False
+    ) -> tuple[list[Request], list[Prompt]]:
         """Plan the rest of those that fit `room`; `whole`: if all of them would. Returns these and others."""
-        taken, others = list[Request](), list[tuple[Request, Ints]]()
+        taken, others = list[Request](), list[Prompt]()
         builder.room = room
         for request, tokens in prompts:
             left = self._left(request, tokens)
@@ -198,9 +202,7 @@ class Prefills:
         builder.room = min(builder.room, SHARED_CHUNK * max(len(callers) - 1, 1))
         self._under_way.sort(key=lambda each: self._turn(each[0]))
 
-    def _line(
-        self, builder: PlanBuilder, under_way: deque[tuple[Request, Ints]]
-    ) -> Iterator[tuple[Request, Ints]]:
+    def _line(self, builder: PlanBuilder, under_way: deque[Prompt]) -> Iterator[Prompt]:
         """Prompts under way, which are taken from there, then those that are admitted from the queue. One
         whose turn is before that of a prompt under way is admitted first."""
         if not self._fair or not self._waiting.callers.several:
@@ -234,24 +236,26 @@ class Prefills:
             if place is not None:
                 yield request, place
 
-    def _overtaking(self, builder: PlanBuilder, least: float) -> Iterator[tuple[Request, Ints]]:
-        """Admit waiting requests of at least priority `least` whose whole prompts fit, until there
-        are no pages for one: none while a preempted request waits for its own."""
-        matched = 0
+    def _overtaking(self, builder: PlanBuilder, least: float) -> Iterator[Prompt]:
+        """Admit waiting requests of at least priority `least` whose whole prompts fit, while there are pages:
+        none while a preempted one waits for its own. The first that does not fit keeps its slot and rank."""
+        matched = kept = 0
         candidates = () if builder.full else islice(self._policy(self._waiting), OVERTAKING)
         for request in candidates:
             matched += request.num_tokens
-            if builder.full or not self._table.free or request.retractions or matched > MATCHED:
+            if builder.full or self._table.free <= kept or request.retractions or matched > MATCHED:
                 return
             place = self.places.find(request)
             if place is None or request.priority < least:
                 continue
             tokens = request.tokens()
             match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
-            if len(tokens) - match.tokens <= builder.room and not worth_waiting(match):
-                if not self._try_reserve(builder, request, place, match):
-                    return
+            if len(tokens) - match.tokens > builder.room or worth_waiting(match):
+                least, kept = max(least, request.priority), 1
+            elif self._try_reserve(builder, request, place, match):
                 yield request, tokens
+            else:
+                return
 
     def _try_start(self, builder: PlanBuilder, request: Request, place: int) -> Ints | None:
         """Give the request its pages and slot, or leave everything as it is and return None. `place` is that
