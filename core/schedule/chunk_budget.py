@@ -187,8 +187,7 @@ class ChunkBudget:
             known = float(self._seconds[rows + tokens]) + self._excess
             seconds = self._scale * (known + self._pair * plan.pairs)
         elif tokens:
-            known = self._prompt_tokens
-            seconds = seconds + tokens * self._prompt_seconds / known if known else 0.0
+            seconds = self._predicted(rows, tokens)
         self._flights.append(spent := _Spent(rows, tokens, seconds, share, self._pauses))
         if tokens and not self._pauses:
             self._longest = plan.longest()
@@ -200,6 +199,12 @@ class ChunkBudget:
             self._account, self._short_account = 0.0, HELD
         if not prompts:
             self._account = min(self._account, 0.0)
+
+    def _predicted(self, rows: int, tokens: int) -> float:
+        """Seconds of a step with chunks where no cost is measured. 0, for not known, also before it is known
+        what rows take alone: only the payment would be entered, and all of it taken back later."""
+        known = self._prompt_tokens if self._excess or not rows else 0.0
+        return self._excess + tokens * self._prompt_seconds / known if known else 0.0
 
     def learn(self, seconds: float) -> None:
         """Record that the oldest step in flight took `seconds`; 0: the executor did not measure it."""

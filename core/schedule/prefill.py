@@ -238,8 +238,8 @@ class Prefills:
 
     def _overtaking(self, builder: PlanBuilder, least: float) -> Iterator[Prompt]:
         """Admit waiting requests of at least priority `least` whose whole prompts fit, while there are pages:
-        none while a preempted one waits for its own. The first that does not fit keeps its slot and rank."""
-        matched = kept = 0
+        none while a preempted one waits for its own. Without a `least` one that does not fit keeps a slot."""
+        matched, kept = 0, False
         candidates = () if builder.full else islice(self._policy(self._waiting), OVERTAKING)
         for request in candidates:
             matched += request.num_tokens
@@ -251,7 +251,7 @@ class Prefills:
             tokens = request.tokens()
             match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
             if len(tokens) - match.tokens > builder.room or worth_waiting(match):
-                least, kept = max(least, request.priority), 1
+                kept = least == -math.inf
             elif self._try_reserve(builder, request, place, match):
                 yield request, tokens
             else:

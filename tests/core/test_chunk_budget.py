@@ -319,6 +319,24 @@ def test_a_slow_first_step_is_no_debt_of_prompts() -> None:
     assert len(h.executor.plans) - before <= 4
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("seconds", [0.1, 1.0, 5.0])
+def test_a_slow_first_prompt_is_no_debt_of_those_behind_it(depth: int, seconds: float) -> None:
+    """It warms up, alone. Prompts beside the first rows come before any step without chunks."""
+    h = harness(target=0.0, costs=None, prefill_weight=40.0, depth=depth)
+    h.executor.seconds, h.executor.token_seconds = seconds, 1e-5
+    h.request([9], 1)
+    h.run()
+    h.executor.seconds = 1e-2
+    for row in range(4):
+        h.request([row + 1] * 4, 3_000)
+    h.request(range(1_000, 4_500), 1)
+    second, before = h.request(range(5_000, 5_600), 1), len(h.executor.plans)
+    for _ in range(100):
+        h.turn()
+    assert h.delivered[second.id], len(h.executor.plans) - before
+
+
 def test_a_lone_prompt_does_not_wait_for_steps_that_took_longer() -> None:
     """Seconds differ by 2% from step to step: nothing is owed."""
     h = harness(target=0.0, costs=None, prefill_weight=4.0)
