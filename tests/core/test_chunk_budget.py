@@ -44,6 +44,12 @@ def decoding(h: Harness, rows: int = 1, max_tokens: int = 200) -> None:
         h.turn()
 
 
+def answered(h: Harness, request: Request) -> None:
+    """Turn until the request has its first token."""
+    while not h.delivered[request.id]:
+        h.turn()
+
+
 def plans(h: Harness) -> list[StepPlan]:
     """Turn until all is over; the plans from the first with prompts to the last."""
     before = len(h.executor.plans)
@@ -207,8 +213,7 @@ def test_short_prompts_do_not_wait_for_what_a_long_one_left() -> None:
         h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
         decoding(h, rows=4, max_tokens=4_000)
         long = h.request(range(1, 101), 1)
-        while not h.delivered[long.id]:
-            h.turn()
+        answered(h, long)
         if behind:
             h.request(range(101, 301), 1)
         short = h.request([60] * 6, 1)
@@ -225,12 +230,10 @@ def test_a_long_prompt_that_waits_keeps_a_slot_from_short_ones() -> None:
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
     decoding(h, rows=4, max_tokens=4_000)
     first = h.request(range(1, 101), 1)
-    while not h.delivered[first.id]:
-        h.turn()
+    answered(h, first)
     long = h.request(range(101, 301), 1)
     short = [h.request([60 + at] * 6, 3_000) for at in range(2)]
-    while not h.delivered[long.id]:
-        h.turn()
+    answered(h, long)
     assert [bool(h.delivered[each.id]) for each in short] == [True, False]
 
 
@@ -241,8 +244,7 @@ def test_the_end_of_a_long_prompt_pauses_too() -> None:
     decoding(h, rows=4, max_tokens=4_000)
     before = len(h.executor.plans)
     long = h.request(range(1, 91), 1)
-    while not h.delivered[long.id]:
-        h.turn()
+    answered(h, long)
     chunks = [at for at, plan in enumerate(h.executor.plans[before:]) if plan.chunks]
     assert len(chunks) == 2 and chunks[1] - chunks[0] > 100
 
@@ -278,8 +280,7 @@ def test_a_caller_that_sends_one_prompt_after_the_other_pays_for_each() -> None:
     prompts, before = 5, len(h.executor.plans)
     for number in range(prompts):
         long = h.request(range(1000 * number, 1000 * number + 380), 1)
-        while not h.delivered[long.id]:
-            h.turn()
+        answered(h, long)
     steps = len(h.executor.plans) - before
     share = prompts * 0.038 / (prompts * 0.038 + steps * 1e-3)
     assert share < 0.6, "half of the time, and the last prompt has not paid yet"
@@ -291,15 +292,13 @@ def test_an_accident_does_not_stop_prompts_for_long() -> None:
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
     decoding(h, rows=4, max_tokens=3_000)
     first = h.request(range(1, 1_001), 1)
-    while not h.delivered[first.id]:
-        h.turn()
+    answered(h, first)
     h.executor.seconds = 60.0
     h.turn()
     h.executor.seconds = 1e-3
     second = h.request(range(2_001, 3_001), 1)
     before = len(h.executor.plans)
-    while not h.delivered[second.id]:
-        h.turn()
+    answered(h, second)
     assert len(h.executor.plans) - before < 200
 
 
@@ -314,8 +313,7 @@ def test_a_slow_first_step_is_no_debt_of_prompts() -> None:
     for _ in range(30):
         h.turn()
     prompt, before = h.request(range(1, 101), 1), len(h.executor.plans)
-    while not h.delivered[prompt.id]:
-        h.turn()
+    answered(h, prompt)
     assert len(h.executor.plans) - before <= 4
 
 
