@@ -40,7 +40,8 @@ class ForwardContext(NamedTuple):
     segments   int64 [num_tokens]: which text of a pair a token is of; None where all are of the first
     wanted     integer [s]: rows whose hidden states a decoder shall return, those of `ops.for_samples()`;
                None for all. Past the last layer's attention no row reads another
-    tail       with `wanted`: where all rows leave what `CausalModel.finish` makes their hidden states of
+    tail       with `wanted`: buffers that the forward fills, for all rows, with the inputs of
+               `CausalModel.finish`
     brief      asks a decoder for those layers alone that differ in what they launch: kernels are compiled and
                libraries choose theirs, the result is meaningless
     embedded   rows whose ids are placeholders

@@ -188,14 +188,16 @@ class ModelRunner:
         return Uncaptured(every, placed, given, segments(plan, placed, self.device), routes)
 
     def _leaves_all(self, plan: StepPlan, key: Forward, uncaptured: Uncaptured) -> bool:
-        """Whether a graph does what the plan needs but for `_finish`. In a step of decode rows without drafts
-        every token is sampled from."""
+        """Whether the graph of `key`, followed by `_finish`, gives the hidden states of all tokens and the
+        plan needs nothing more. In a step of decode rows without drafts every token is sampled from, so the
+        graph leaves all of them."""
         if self._machine.launcher is None or not uncaptured.every_alone:
             return False
         return self._buffers.tail_of(key) is not None if plan.chunks else not plan.drafts
 
     def _finish(self, key: Forward) -> Tensor:
-        """Launch what a graph leaves to do for the hidden states of all tokens, and return these."""
+        """Return the hidden states of all tokens behind a graph: launches the last layer's output projection
+        and MLP for all rows, unless the graph computed them."""
         buffers, tail = self._buffers, self._buffers.tail_of(key)
         if tail is None:
             return buffers.sample_hidden

@@ -20,10 +20,10 @@ MAX_SUPPORT = 4096
 SEED_LIMIT = 2**63
 
 Hidden = Literal["none", "first", "last", "sum", "output", "all"]
-"""Which hidden states (after the last norm) are returned: the prompt's first token's, its last
-one's, the sum over the prompt, those that made the output (its last one's, and every output token's that is
-computed), or every token's that is computed. Where the checkpoint has a head for classes, `first` and `last`
-are what it says of that token."""
+"""Which hidden states (after the last norm) are returned: the prompt's first token's, its last one's, the sum
+over the prompt, those that output tokens were sampled from (`output`: the prompt's last one's and every
+output token's that is computed), or every token's that is computed. Where the checkpoint has a head for
+classes, `first` and `last` are what it says of that token."""
 
 OF_CACHED: frozenset[Hidden] = frozenset({"none", "last", "output"})
 """Those for which all but the last token of a prompt may come from the prefix cache."""

@@ -143,13 +143,14 @@ class ChunkBudget:
         return min(room, max(int(chunks[best[-1]]) if len(best) else 0, LEAST_CHUNK))
 
     def _rows_unknown(self) -> bool:
-        """Whether the next step is to have no chunks (`MIXED`); the first of all comes after one with."""
+        """Whether the next step must have no chunks, because the time of decode rows alone is unknown or was
+        measured more than `MIXED` steps ago."""
         most = MIXED if self._excess else 1
         return self._weight > 0 and self._prompt_seconds > 0 and self._mixed >= most
 
     def short_room(self, plan: PlanBuilder) -> int:
-        """Prompt tokens that short prompts may take in a step without `room`: they do not wait for the debt
-        of one that takes longer than `HELD`."""
+        """Prompt tokens that short prompts may take in a step in which `room` is 0: they do not wait until
+        the debt of a long prompt is paid."""
         most = self._held_tokens()
         owed = self._account < 0 and self._sizes is None and plan.prompts > 0
         self._pauses = owed and self._longest > most
@@ -201,8 +202,9 @@ class ChunkBudget:
             self._account = min(self._account, 0.0)
 
     def _predicted(self, rows: int, tokens: int) -> float:
-        """Seconds of a step with chunks where no cost is measured. 0, for not known, also before it is known
-        what rows take alone: only the payment would be entered, and all of it taken back later."""
+        """Predicted seconds of a step with chunks where no cost is measured; 0 if they are unknown. With
+        decode rows they are unknown until a step without chunks has been measured: before that only the
+        payment would be entered, and all of it taken back later."""
         known = self._prompt_tokens if self._excess or not rows else 0.0
         return self._excess + tokens * self._prompt_seconds / known if known else 0.0
 
@@ -222,9 +224,9 @@ class ChunkBudget:
             self._excess += (beyond - self._excess) * LEARNING
 
     def _learn_unmeasured(self, spent: _Spent, seconds: float) -> None:
-        """The same without measured costs. What a step with chunks has paid is corrected: a prediction from
-        steps of a few tokens may be far off. One without is averaged only: of what it paid in a full account
-        has kept nothing, and taking some of it back would leave a debt that no prompt made."""
+        """The same without measured costs. For a step with chunks the accounts are corrected: a prediction
+        from steps of a few tokens may be far off. For a step without chunks they are not: a full account has
+        dropped its payment, and a correction would leave a debt that no prompt caused."""
         if spent.seconds:  # else nothing was known to predict them from
             seconds = min(seconds, MOST_EXCESS * spent.seconds)
         if spent.tokens:
@@ -243,9 +245,9 @@ class ChunkBudget:
         return self._weight * prompts / (self._weight * prompts + rows) if rows else 0.0
 
     def _pay(self, spent: _Spent, seconds: float, instead_of: float = 0.0) -> None:
-        """Enter a step of so many seconds into the accounts, `instead_of` what was entered for it before.
-        While a long prompt pauses, half of what a step pays in goes to the account of short prompts, and the
-        rest of that half to the other one once it is full."""
+        """Enter a step that takes `seconds` into the accounts. `instead_of` are the seconds that were entered
+        for it before. While a long prompt pauses, half of the payment goes to the account of short prompts;
+        what that account cannot hold goes to the other one."""
         paid = spent.share * (seconds - instead_of)
         took = self._extra(spent, seconds) - self._extra(spent, instead_of)
         own = paid / 2 if spent.pauses else 0.0
@@ -255,7 +257,7 @@ class ChunkBudget:
         self._account = min(account, self._target or HELD)
 
     def _extra(self, spent: _Spent, seconds: float) -> float:
-        """Seconds that the chunks add to a step of so many seconds. 0 before a step without chunks was
-        measured: what such a step pays in is not known then."""
+        """Seconds that the chunks add to a step that takes `seconds`. 0 until a step without chunks has been
+        measured: until then it is not known how much of `seconds` the decode rows take."""
         plain = float(self._seconds[spent.rows]) + self._excess
         return max(seconds - plain, 0.0) if plain and spent.tokens else 0.0

@@ -107,5 +107,6 @@ class DraftStage:
 
 
 def _plain(forward: Forward) -> Forward:
-    """Drafts are the base model's: what adapters change of the target is left to its verification."""
+    """Return the forward without adapters: drafts are made with the base model's weights, and the target
+    verifies them with the adapters of their rows."""
     return msgspec.structs.replace(forward, adapters=False) if forward.adapters else forward

@@ -39,12 +39,13 @@ class CausalModel(ABC):
 
     @property
     def tail_widths(self) -> Sequence[int]:
-        """Of what `forward` leaves in `ctx.tail`: here the hidden states themselves."""
+        """Widths of the tensors that `forward` fills in `ctx.tail`. By default there is one, for the hidden
+        states themselves."""
         return (self.spec.hidden,)
 
     def finish(self, ctx: ForwardContext, tail: Tail) -> torch.Tensor:
-        """Hidden states [n, hidden] after the last norm of all tokens, from what `forward` left in `tail`,
-        which may change."""
+        """Hidden states [n, hidden] after the last norm of all tokens, computed from the `tail` that
+        `forward` filled. May overwrite `tail`."""
         return tail[0]
 
     @abstractmethod

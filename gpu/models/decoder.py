@@ -258,11 +258,11 @@ class Decoder(CausalModel):
 
     @property
     def tail_widths(self) -> Sequence[int]:
-        """Of what the last layer's heads find, and of the residual."""
+        """Widths of the last layer's attention output and of the residual."""
         return self._layers[-1].attention.width, self.spec.hidden
 
     def finish(self, ctx: ForwardContext, tail: Tail) -> torch.Tensor:
-        """See `CausalModel.finish`: the last layer's output and MLP."""
+        """See `CausalModel.finish`: the last layer's output projection and MLP, and the last norm."""
         found, residual = tail
         return self._norm(ctx, self._layers[-1].transform(ctx, found, residual), residual)
 

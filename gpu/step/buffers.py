@@ -83,7 +83,7 @@ class StepBuffers:
             self._adapters = StepAdapters(*rows)
         self.sample_hidden = torch.zeros(samples, hidden.width, dtype=hidden.dtype, device=device)
         self.tail: Tail | None = None
-        """What forwards leave of all their tokens, of those of up to `TAIL_TOKENS`."""
+        """Inputs of `CausalModel.finish`, which forwards with chunks and up to `TAIL_TOKENS` tokens fill."""
 
     def keep_aux(self, layers: tuple[int, ...] | None, tokens: int) -> None:
         """Make room for the hidden states of `layers`, or for the last ones, of every token of a step."""
@@ -93,12 +93,12 @@ class StepBuffers:
             self.aux = AuxStates(layers, torch.zeros(shape, dtype=dtype, device=self._at.device))
 
     def keep_tail(self, widths: Sequence[int]) -> None:
-        """Make room for `CausalModel.tail_widths`."""
+        """Allocate `tail`; `widths` are `CausalModel.tail_widths`."""
         tokens, dtype = min(TAIL_TOKENS, self._tokens.shape[1]), self._hidden.dtype
         self.tail = tuple(torch.zeros(tokens, n, dtype=dtype, device=self._at.device) for n in widths)
 
     def tail_of(self, key: Forward) -> Tail | None:
-        """The tail of a forward with chunks; None if it leaves none."""
+        """Return the part of `tail` that a forward fills; None if it has no chunks or too many tokens."""
         if self.tail is None or not key.chunks or key.tokens > len(self.tail[0]):
             return None
         return tuple(each[: key.tokens] for each in self.tail)

@@ -201,13 +201,15 @@ def beside_a_long_prompt(short: int, turns: int, at_once: int = 1) -> tuple[Harn
 
 
 def test_short_prompts_do_not_wait_for_the_debt_of_a_long_one() -> None:
-    """A chunk of 50 ms takes 250 steps of 1 ms to pay back; a short prompt gets its token within three."""
+    """The debt of a chunk of 50 ms is paid after 250 steps of 1 ms. A short prompt has its first token
+    within three steps."""
     _, _, waited = beside_a_long_prompt(6, 200)
     assert waited[0] <= 3
 
 
 def test_short_prompts_do_not_wait_for_what_a_long_one_left() -> None:
-    """It has its token, and nothing is under way; they wait in front of the next long one, or behind it."""
+    """The long prompt has its token and no prompt is under way. Short ones wait in front of the next long
+    one, or behind it."""
     for behind in (False, True):
         h = harness(target=0.0, costs=None, prefill_weight=1.0)
         h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
@@ -225,7 +227,8 @@ def test_short_prompts_do_not_wait_for_what_a_long_one_left() -> None:
 
 
 def test_a_long_prompt_that_waits_keeps_a_slot_from_short_ones() -> None:
-    """While it waits for what another one owes: later ones would have the last slot, and decode for long."""
+    """It waits until another prompt's debt is paid. Meanwhile later short requests, which decode 3,000
+    tokens, must not take the last slot."""
     h = harness(target=0.0, costs=None, rows=6, prefill_weight=1.0)
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
     decoding(h, rows=4, max_tokens=4_000)
@@ -273,7 +276,7 @@ def test_prompts_go_on_where_no_row_decoded_alone_before() -> None:
 
 
 def test_a_caller_that_sends_one_prompt_after_the_other_pays_for_each() -> None:
-    """No prompt waits between two of the caller's, but what the last one took is still paid back."""
+    """Between two prompts of the caller no prompt waits, but the debt of the previous one is still paid."""
     h = harness(target=0.0, costs=None, prefill_weight=4.0)
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
     decoding(h, rows=4, max_tokens=3_000)

@@ -1,4 +1,4 @@
-"""What is told of whole rows of logits: their normaliser, the rank of a token, the best tokens."""
+"""Scores of rows of logits: the normaliser, the rank of a token, the best tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PART = 4096
 """Entries of a row that a program looks at."""
 
 FEW = 20
-"""Best tokens that each program picks one by one. More are found among keys of whole rows."""
+"""Maximum `k` for which each program picks tokens one by one. Larger ones use keys of whole rows."""
 
 ROWS = 64
-"""Rows that have such keys at once: 78 MB at a vocabulary of 151,936."""
+"""Rows whose keys are held at once: 78 MB at a vocabulary of 151,936."""
 
 _LAST: tl.constexpr = tl.constexpr(9223372036854775807)
 
@@ -75,7 +75,7 @@ def _best(logits: tl.tensor, found: tl.tensor, vocab: int, k: tl.tensor, PART: t
 
 
 def best_tokens(logits: Tensor, k: int) -> Tensor:
-    """See `SamplingKernels.best_tokens`. The best of each part of a row, then of these."""
+    """See `SamplingKernels.best_tokens`: the best of each part of a row, then the best of these."""
     n, vocab = logits.shape
     if k > FEW:
         found = [_keys(rows).topk(k, largest=False).values for rows in torch.split(logits, ROWS)]
@@ -89,7 +89,7 @@ def best_tokens(logits: Tensor, k: int) -> Tensor:
 
 
 def _keys(logits: Tensor) -> Tensor:
-    """Of whole rows, those of `_best`."""
+    """Sort keys int64 [n, vocab] of all logits, as `_best` makes them."""
     word = (logits + 0.0).view(torch.int32)
     order = (word ^ ((word >> 31) & 0x7FFFFFFF)).long()
     return torch.arange(logits.shape[1], device=logits.device) + (-1 - order) * 2**32

@@ -49,7 +49,7 @@ def kernels(request: pytest.FixtureRequest) -> SamplingKernels:
     return SETS[request.param]
 
 
-# -- what is told of rows ---------------------------------------------------------------------------
+# -- scores of rows --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 300, 4096, 9000])
