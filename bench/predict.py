@@ -5,8 +5,8 @@ device whose step times were measured on an H200: GEMMs and experts by rows, att
 tokens. Output tokens a second (of `prefill` all tokens), predicted with the defaults; measured in brackets:
 
                        c32              c256             prefill            short512
-    8B                 3,689 (3,761)    6,216 (6,375)    41,793 (42,095)    19,985 (18,663)
-    30B-A3B            1,987 (2,068)    7,278 (7,496)    69,761 (71,397)    20,605 (20,299)
+    8B                 3,682 (3,762)    6,129 (6,050)    41,740 (41,784)    19,815 (18,812)
+    30B-A3B            1,986 (2,068)    7,494 (7,179)    69,761 (72,545)    21,006 (19,871)
 
 and with `--itl-target 50`:
 

@@ -482,6 +482,21 @@ def test_costs_of_nothing_stop_no_prompt() -> None:
     found.learn(5.0)
 
 
+@pytest.mark.parametrize(
+    ("rows", "weight", "most"), [(BESIDE, 40, 256), (BESIDE - 4, 40, 512), (BESIDE, 0, 512), (0, 40, 512)]
+)
+def test_a_step_beside_many_rows_takes_half_of_the_tokens(rows: int, weight: float, most: int) -> None:
+    """Each text equals the oracle's."""
+    h = Harness(pages=2_000, rows=80, step_tokens=512, prefill_weight=weight)
+    decoding(h, rows, 40)
+    before = len(h.executor.plans)
+    long = h.request(range(1, 1_201), 5)
+    h.run()
+    sizes = [plan.num_tokens for plan in h.executor.plans[before:] if plan.chunks]
+    assert max(sizes) == most
+    h.check(long)
+
+
 # -- padded step sizes ------------------------------------------------------------------
 
 
