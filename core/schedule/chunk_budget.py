@@ -158,10 +158,18 @@ class ChunkBudget:
     def short_room(self, plan: PlanBuilder) -> int:
         """Prompt tokens that short prompts may take in a step in which `room` is 0: they do not wait until
         the debt of a long prompt is paid."""
-        most = self._held_tokens()
-        owed = self._account < 0 and self._sizes is None and plan.prompts > 0
-        self._pauses = owed and self._longest > most
+        most = self._short_tokens() if plan.prompts > 0 else -1
+        self._pauses = most >= 0
         return most if self._pauses and self._short_account >= 0 else 0
+
+    def pauses(self, tokens: int) -> bool:
+        """Whether a prompt of `tokens` gets nothing of a step with decode rows until a debt is paid."""
+        return self._account < 0 and (self._short_account < 0 or tokens > self._short_tokens())
+
+    def _short_tokens(self) -> int:
+        """Tokens of a prompt for which another, a long one, does not pause; -1: none pauses."""
+        most = self._held_tokens()
+        return most if self._account < 0 and self._sizes is None and self._longest > most else -1
 
     def _held_tokens(self) -> int:
         """Prompt tokens that take `HELD` seconds; as many as there may be where that is not known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import nsmallest
 
-from core.request import Request
+from core.request import Request, State
 from core.schedule.policy import by_priority
 from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
@@ -17,13 +17,19 @@ MAX_VICTIMS = 8
 def preempted(waiting: Waiting, running: Iterable[Request], gap: int, prefills: Prefills) -> list[Request]:
     """The fewest of `running`, all at least `gap` below the first waiting request in priority, without which
     that could start: the least important first, of equals the youngest. None if it can start anyway, or not
-    even without them."""
+    even without them, and while prompts pause."""
     head = next((r for r in by_priority(waiting) if prefills.places.find(r) is not None), None)
     if head is None or prefills.would_fit(head):
         return []
-    below = (r for r in running if head.priority - r.priority >= gap)
-    victims = nsmallest(MAX_VICTIMS, below, key=lambda r: (r.priority, -r.number))
+    rows = list(running)
+    victims = nsmallest(
+        MAX_VICTIMS,
+        (r for r in rows if head.priority - r.priority >= gap),
+        key=lambda r: (r.priority, -r.number),
+    )
     for count in range(1, len(victims) + 1):
-        if prefills.would_fit(head, victims[:count]):
-            return victims[:count]
+        gone = victims[:count]
+        if prefills.would_fit(head, gone):
+            others = any(r.state is State.DECODE for r in rows if r not in gone)
+            return [] if others and prefills.budget.pauses(head.to_compute) else gone
     return []

@@ -65,7 +65,7 @@ class Prefills:
         capabilities: Capabilities,
         budget: ChunkBudget,
     ) -> None:
-        self._budget = budget
+        self.budget = budget
         self._whole = not capabilities.causal
         self._table = table
         self._cache = cache
@@ -110,13 +110,13 @@ class Prefills:
 
     def spend(self, builder: PlanBuilder) -> None:
         """The step was planned."""
-        self._budget.spend(builder)
+        self.budget.spend(builder)
         left = bool(self._under_way or len(self._waiting))
         self._time.planned(builder.now, builder.prompt_tokens, left)
 
     def learn(self, flight: InFlightStep, seconds: float, now: float) -> None:
         """Its result came; it took the device `seconds`, or 0."""
-        self._budget.learn(seconds)
+        self.budget.learn(seconds)
         self._time.came(now)
         for request in flight.rows[flight.decoding :]:
             if request.expected and not request.output:
@@ -145,7 +145,7 @@ class Prefills:
         least = remaining[0][0].priority if remaining else -math.inf
         others = chain(under_way, self._overtaking(builder, least))
         if not room:
-            short = min(self._budget.short_room(builder), whole)
+            short = min(self.budget.short_room(builder), whole)
             done, remaining = self._take(builder, chain(remaining, others), short, whole=True)
         elif remaining:
             rest = builder.room + builder.prompt_tokens
@@ -183,10 +183,10 @@ class Prefills:
         if prompts := len(self._under_way) + len(self._waiting):
             builder.prompts = prompts
             start = int(self._table.least[self._under_way[0][0].slot]) if self._under_way else 0
-            builder.room = self._budget.room(builder, start)
+            builder.room = self.budget.room(builder, start)
             self._share(builder)
             left = sum(self._left(request, tokens) for request, tokens in self._under_way)
-            self._budget.fill_size(builder, left + self._waiting.tokens)
+            self.budget.fill_size(builder, left + self._waiting.tokens)
         return builder.room
 
     def shared(self, now: float) -> bool:

@@ -240,6 +240,38 @@ def test_a_long_prompt_that_waits_keeps_a_slot_from_short_ones() -> None:
     assert [bool(h.delivered[each.id]) for each in short] == [True, False]
 
 
+@pytest.mark.parametrize(("tokens", "at_once"), [(300, False), (6, True)])
+def test_nothing_is_preempted_for_a_prompt_that_pauses(tokens: int, at_once: bool) -> None:
+    """The debt of a long prompt is paid first, by all rows; a short prompt does not wait for that."""
+    h = harness(0.0, None, rows=5, prefill_weight=1.0, order="priority", preemption_gap=5)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    decoding(h, rows=4, max_tokens=4_000)
+    answered(h, h.request(range(1, 101), 4_000))
+    h.turn()
+    before = len(h.executor.plans)
+    urgent = h.request(range(101, 101 + tokens), 1, priority=10)
+    answered(h, urgent)
+    h.check(urgent)
+    found = h.executor.plans[before:]
+    left = next(at for at, plan in enumerate(found) if len(plan.decode_slots) < 5)
+    begun = next(at for at, plan in enumerate(found) if plan.chunks)
+    assert begun - left <= 2
+    assert (left <= 2) == at_once
+
+
+def test_a_row_alone_is_preempted_for_a_prompt_that_pauses() -> None:
+    """No row is left that it could slow."""
+    h = harness(0.0, None, rows=1, prefill_weight=0.01, order="priority", preemption_gap=5)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    h.request(range(1, 101), 400)
+    for _ in range(6):
+        h.turn()
+    before = len(h.executor.plans)
+    urgent = h.request(range(101, 301), 1, priority=10)
+    answered(h, urgent)
+    assert len(h.executor.plans) - before <= 6
+
+
 def test_the_end_of_a_long_prompt_pauses_too() -> None:
     """Its last tokens would fit the account of short prompts."""
     h = harness(target=0.0, costs=None, prefill_weight=1.0)
@@ -375,7 +407,7 @@ def test_prompt_tokens_that_took_no_time_for_long_are_not_limited() -> None:
     h = harness(target=0.0, costs=None, prefill_weight=1.0)
     h.executor.seconds, h.executor.token_seconds = 1e-2, 1e-9
     decoding(h, rows=3, max_tokens=10_000)
-    h.scheduler._prefills._budget._prompt_seconds = 2e-323
+    h.scheduler._prefills.budget._prompt_seconds = 2e-323
     h.request(range(1, 601), 4)
     for _ in range(20):
         h.turn()
@@ -517,7 +549,7 @@ def test_a_step_is_cut_to_the_next_smaller_size(rows: int, wanted: int, taken: i
     h = Harness(sizes=(128, 256, 512))
     builder = PlanBuilder(512, 512, 0.0, NO_DRAFTS)
     builder.decode_tokens, builder.prompts, builder.room = rows, SEVERAL, 512 - rows
-    h.scheduler._prefills._budget.fill_size(builder, wanted)
+    h.scheduler._prefills.budget.fill_size(builder, wanted)
     assert min(builder.room, wanted) == min(taken, 512 - rows)
 
 
