@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from app.http.errors import HttpError, fault
+from app.http.keys import BEGUN
 from app.http.reply import SERVER, error_response
 from core.errors import Unavailable
 
@@ -102,7 +103,7 @@ class Connection(web.RequestHandler):
         """Whether part of a response that has begun still has to be written to the socket: the handler
         streams, the response that it returned is being sent, or the transport's buffer is not empty."""
         request, transport = self._current_request, self.transport
-        begun = request is None or request.writer.output_size > 0
+        begun = request is None or request.writer.output_size > 0 or BEGUN in request
         held = transport is not None and transport.get_write_buffer_size() > 0
         return held or (self._request_in_progress and begun)
 

@@ -25,6 +25,8 @@ REQUEST_COUNTS = web.AppKey("request_counts", RequestCounts)
 SERVE = web.AppKey("serve", ServeConfig)
 KEYS = web.AppKey("keys", Keys)
 REQUEST_ID = web.RequestKey("request_id", str)
+BEGUN = web.RequestKey("begun", bool)
+"""Set where a response has begun, though its head may not be sent yet."""
 PERMIT = web.RequestKey("permit", Permit)
 BODY = web.RequestKey("body", bytes)
 """Kept where two handlers decode it."""

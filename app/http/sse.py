@@ -22,7 +22,7 @@ from aiohttp.http import HttpVersion11
 
 from app.http.access import current_usage
 from app.http.errors import Fault, fault
-from app.http.keys import BURST, REQUEST_ID
+from app.http.keys import BEGUN, BURST, REQUEST_ID
 from core.errors import LoomError
 
 log = logging.getLogger(__name__)
@@ -80,12 +80,19 @@ async def write_timeout(request: web.Request) -> AsyncIterator[None]:
 OPENAI = Dialect(error=lambda fault, id: b"data: %b\n\n" % fault.body(), done=DONE)
 
 
+class _Response(web.StreamResponse):
+    """Its head is sent with the first event. Without this attribute of aiohttp, which its own `Response` sets
+    too, it would be sent at once."""
+
+    _send_headers_immediately = False
+
+
 class EventStream:
     """One response of events, as a context manager.
 
-    Entering sends the headers. Leaving sends the dialect's end (`[DONE]`), after an error event when
-    the block raised: the status line is long gone, so a failure must travel inside the stream. A
-    client that is gone raises `ConnectionResetError`; nothing is written.
+    Entering makes the head, which is sent with the first event or within `HEAD_SECONDS`. Leaving sends the
+    dialect's end (`[DONE]`), after an error event when the block raised: the status is 200, so a failure must
+    travel in the stream. A client that is gone raises `ConnectionResetError`; nothing is written.
 
     Owner: event loop.
     """
@@ -94,6 +101,7 @@ class EventStream:
         "_burst",
         "_chunked",
         "_dialect",
+        "_headed",
         "_kept",
         "_loop",
         "_request",
@@ -112,7 +120,7 @@ class EventStream:
         self.congested = False
         """More than `HIGH_WATER` bytes wait for the reader: write nothing more until `drained`. Set by each
         write, so that asking costs nothing."""
-        self.response = web.StreamResponse(headers={**_HEADERS, "Content-Type": dialect.media})
+        self.response = _Response(headers={**_HEADERS, "Content-Type": dialect.media})
         self.keep_alive = keep_alive
         self._dialect = dialect
         self._request = request
@@ -123,6 +131,8 @@ class EventStream:
         self._chunked = request.version >= HttpVersion11
         if not self._chunked:
             self.response.force_close()
+        self._headed = False
+        """The head is sent."""
         self._silent = True
         self._kept = b""
         """Events to be sent with the end of the body."""
@@ -131,6 +141,8 @@ class EventStream:
     async def __aenter__(self) -> Self:
         await self.response.prepare(self._request)
         self._check_there().set_write_buffer_limits(HIGH_WATER)
+        self._request[BEGUN] = True
+        self._burst.head(self._send_head)
         return self
 
     async def __aexit__(
@@ -180,9 +192,16 @@ class EventStream:
         if transport is None or transport.is_closing():
             self.wake()
             return
+        if not self._headed:
+            self._send_head()  # uvloop sends it with the event that follows
         transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunked else event)
         self.congested = transport.get_write_buffer_size() > HIGH_WATER
         self._silent = False
+
+    def _send_head(self) -> None:
+        self._headed = True
+        if self._transport is not None and not self._transport.is_closing():
+            self._request.writer.send_headers()  # nothing, once they are sent
 
     def wake(self) -> None:
         """End the current or next `wait`."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from app.http import burst as burst_module
 from app.http.burst import Burst
 
 
@@ -49,3 +52,21 @@ async def test_what_is_added_while_sending_waits_for_the_next_turn() -> None:
     assert sent == [b"a", b"b"]
     await asyncio.sleep(0)
     assert sent == [b"a", b"b", b"answer"]
+
+
+async def test_heads_wait_for_at_least_half_of_the_longest_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One timer sends all that came before its last turn, and ends with them."""
+    monkeypatch.setattr(burst_module, "HEAD_SECONDS", 0.0)
+    burst, sent, turns = Burst(), list[str](), list[int]()
+
+    def turn() -> None:
+        turns.append(len(sent))
+        if len(sent) < 2:
+            asyncio.get_running_loop().call_later(0.0, turn)
+
+    burst.head(lambda: sent.append("a"))
+    asyncio.get_running_loop().call_later(0.0, turn)
+    asyncio.get_running_loop().call_later(0.0, burst.head, lambda: sent.append("b"))
+    while len(turns) < 3:
+        await asyncio.sleep(0)
+    assert (sent, turns) == (["a", "b"], [0, 1, 2])

@@ -15,7 +15,7 @@ import pytest
 
 from app.api.openai.stream import Chunks
 from app.engine.job import Piece
-from app.http import sse
+from app.http import burst, sse
 from app.http.access import CLIENT_GONE
 from app.http.keys import BURST, REQUEST_COUNTS
 from app.parsers.registry import REASONING
@@ -89,6 +89,54 @@ async def test_chat_stream_byte_for_byte(server: Server) -> None:
     last = before + b'{"content":"!"}' + plain + before + b"{}" + end
     assert await chunk() == last + b"data: [DONE]\n\n", "the last events are one write"
     assert await reader.readexactly(5) == b"0\r\n\r\n"
+    writer.close()
+
+
+async def test_the_head_waits_for_the_first_event(server: Server) -> None:
+    server.engine.manual = True
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.sendall(post(COMPLETIONS, {"prompt": "x", "stream": True}))
+    client.setblocking(False)
+    run = await first_run(server)
+    await settle()
+    with pytest.raises(BlockingIOError):
+        client.recv(1)
+    run.push(0, Piece("x", [1], None, STOP))
+    reader, writer = await asyncio.open_connection(sock=client)
+    head, event = (await reader.readuntil(b"[DONE]")).split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b'"text":"x"' in event
+    writer.close()
+
+
+async def test_the_head_comes_before_a_late_first_event(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(burst, "HEAD_SECONDS", 0.01)
+    server.engine.manual = True
+    for number in range(3):  # the timer ends and begins again
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(post(COMPLETIONS, {"prompt": "x", "stream": True}))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+        server.engine.runs[number].push(0, Piece("x", [1], None, STOP))
+        assert (await reader.readuntil(b"[DONE]")).count(b"HTTP/1.1") == 0, "once"
+        writer.close()
+
+
+async def test_no_head_is_sent_to_a_client_that_is_gone(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(burst, "HEAD_SECONDS", 0.05)
+    server.engine.manual = True
+    _, gone = await asyncio.open_connection("127.0.0.1", server.port)
+    gone.write(post(COMPLETIONS, {"prompt": "x", "stream": True}))
+    run = await first_run(server)
+    await settle()
+    gone.transport.abort()
+    await until(lambda: run.aborted)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(post(COMPLETIONS, {"prompt": "x", "stream": True}))
+    await reader.readuntil(b"\r\n\r\n")  # its own came later
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
     writer.close()
 
 
