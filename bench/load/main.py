@@ -91,7 +91,10 @@ def workloads(args: argparse.Namespace) -> list[Workload]:
     if "trace" in fields:
         fields.setdefault("requests", 0)
     if args.scenario:
-        chosen = [msgspec.structs.replace(one, **fields) for one in named(args.scenario)]
+        seed = fields.pop("seed", 0)
+        chosen = [
+            msgspec.structs.replace(one, seed=seed + one.seed, **fields) for one in named(args.scenario)
+        ]
     else:
         chosen = [Workload(name=args.workload, **fields)]
     return [scaled(one, args.scale) for one in chosen]

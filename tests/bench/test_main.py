@@ -110,6 +110,8 @@ def test_flags_make_workloads(tmp_path: Path) -> None:
     def of(*flags: str) -> list[Workload]:
         return command.workloads(command.parser().parse_args(flags))
 
+    again = of("--scenario", "c32,lat1,c32", "--seed", "7")
+    assert [(each.name, each.seed) for each in again] == [("c32", 7), ("lat1", 7), ("c32", 8)]
     (chat,) = of("--endpoint", "chat", "--turns", "3")
     assert (chat.prompt_kind, chat.turns, chat.name) == ("text", 3, "custom")
     (own,) = of(
