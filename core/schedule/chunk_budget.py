@@ -47,7 +47,7 @@ SEVERAL: Final = 4
 step later; with fewer prompts this costs more than the padding."""
 BESIDE: Final = 64
 """Decode tokens from which a step is made shorter, since all their rows gain from that: it is cut to a padded
-size (`SEVERAL`), or has at most half of the tokens that it could hold (`ChunkBudget.room`)."""
+size (`SEVERAL`), or has at most half of the tokens that it could hold (`room`)."""
 MOST_CUT: Final = 1 / 3
 """Largest share of a step's prompt tokens that is left for the next step."""
 
@@ -85,7 +85,8 @@ class ChunkBudget:
     A step's seconds are known from costs that the executor measured. What they leave out, decode rows' reads
     of KV above all, is averaged over steps without chunks; and steps with chunks are compared with what was
     predicted for them. Without a target no cost is measured: seconds of steps without chunks and of a prompt
-    token are averaged, and steps are short where prompts have less than `SMALL_SHARE`, or beside many rows.
+    token are averaged, and steps are short where prompts have less than `SMALL_SHARE`, beside many rows, and
+    where prompts are longer than a step.
 
     Owner: event loop.
     """
@@ -121,9 +122,9 @@ class ChunkBudget:
             beyond = np.arange(known[-1] + SPACING, most + SPACING, SPACING).clip(max=most)
             self._sizes = np.unique(np.concatenate([known, beyond]))
 
-    def room(self, plan: PlanBuilder, start: int) -> int:
+    def room(self, plan: PlanBuilder, start: int, length: int) -> int:
         """Prompt tokens that a step with decode rows and `plan.room` left may take, the first of them behind
-        `start` tokens of their prompt."""
+        `start` tokens of their prompt. `length`: mean tokens of prompts that wait or are under way."""
         room, rows = plan.room, plan.decode_tokens
         if not rows:
             return room
@@ -135,11 +136,13 @@ class ChunkBudget:
             share = self._share(plan)
             if 0 < share < SMALL_SHARE:
                 room = min(room, self._held_tokens())
-            if share and rows >= BESIDE:
-                # Half of the time of each row's gap, and steps of 4,096 tokens compute as many a second as
-                # steps of 8,192. In c256 the p99 of an 8B's gaps is 103 ms for 189 and its median first token
-                # comes after 0.9 s for 1.4, at 1.2% of the throughput (30B: 61 ms for 101, 0.7%).
-                room = min(room, (len(self._seconds) - 1) // 2 - rows)
+            most = len(self._seconds) - 1
+            if share and (rows >= BESIDE or length > most):
+                # Half of the time of each row's gap, and steps of 4,096 tokens compute nearly as many a
+                # second as steps of 8,192. In c256 the p99 of an 8B's gaps is 103 ms for 189 and its median
+                # first token comes after 0.9 s for 1.4, at 1.2% of the throughput (30B: 61 ms for 101, 0.7%).
+                # Prompts that one step holds, beside few rows, end sooner in whole steps.
+                room = min(room, most // 2 - rows)
             return max(room, min(plan.room, LEAST_CHUNK))
         chunks = self._sizes - rows
         alone = self._seconds[self._sizes] + self._excess

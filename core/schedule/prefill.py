@@ -132,8 +132,7 @@ class Prefills:
         if self._waiting.adapters:
             self.places.assign(self._waiting.adapters, builder.now)
         whole, room = builder.room, self._limited(builder)
-        done: list[Request] = []
-        remaining: list[Prompt] = []
+        done, remaining = list[Request](), list[Prompt]()
         self.admitted = []
         under_way = deque(self._under_way)
         for request, tokens in self._line(builder, under_way):
@@ -183,7 +182,8 @@ class Prefills:
         if prompts := len(self._under_way) + len(self._waiting):
             builder.prompts = prompts
             start = int(self._table.least[self._under_way[0][0].slot]) if self._under_way else 0
-            builder.room = self.budget.room(builder, start)
+            whole = sum(request.to_compute for request, _ in self._under_way) + self._waiting.tokens
+            builder.room = self.budget.room(builder, start, whole // prompts)
             self._share(builder)
             left = sum(self._left(request, tokens) for request, tokens in self._under_way)
             self.budget.fill_size(builder, left + self._waiting.tokens)
