@@ -254,6 +254,8 @@ class ChunkBudget:
         else:
             self._excess += (seconds - self._excess) * (LEARNING if self._excess else 1.0)
         if spent.share and spent.tokens:
+            if not spent.seconds:  # an accident is more, such as a kernel that had to be compiled
+                seconds = min(seconds, MOST_EXCESS * (self._excess + HELD))
             self._pay(spent, seconds, instead_of=spent.seconds)
 
     def _share(self, plan: PlanBuilder) -> float:

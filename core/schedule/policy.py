@@ -71,15 +71,16 @@ def by_priority(waiting: Waiting) -> Iterable[Request]:
 
 
 def _in_turn(waiting: Waiting, rank: Rank) -> Iterator[Request]:
-    """The least rank first. Of equal ones those that ran already, then those of the caller who was served
-    least, counting what was planned since the one before was taken from here: with n callers each request
-    takes O(log n)."""
+    """The least rank first. Of equal ones those that ran already or go on with an answer, then those of the
+    caller who was served least, counting what was planned since the one before was taken from here: with n
+    callers each request takes O(log n)."""
     heap: list[tuple[float, float, int, Request, Iterator[Request]]] = []
 
     def push(line: Iterator[Request]) -> None:
         request = next(line, None)
         if request is not None:
-            served = -inf if request.retractions else waiting.callers.served(request.caller)
+            first = request.retractions or request.continues
+            served = -inf if first else waiting.callers.served(request.caller)
             heappush(heap, (rank(request), served, request.number, request, line))
 
     for requests in chain([waiting.retracted], waiting.lines.values()):

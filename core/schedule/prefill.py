@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, islice
 
 from core.cache.hold import Hold
-from core.cache.manager import CacheManager, Match, worth_waiting
+from core.cache.manager import CacheManager, worth_waiting
 from core.executor import Capabilities
-from core.plan import MOST_SAVES, Chunk, NewSlot
+from core.plan import MOST_SAVES, Chunk
 from core.request import Pinning, Request, State
-from core.request.params import OF_CACHED, Hidden
-from core.schedule.adapters import Places
+from core.request.params import Hidden
+from core.schedule.admission import Admission, hidden_from, owes_logprobs
 from core.schedule.builder import PlanBuilder
 from core.schedule.callers import SHARED_CHUNK
 from core.schedule.chunk_budget import ChunkBudget
@@ -22,7 +22,6 @@ from core.schedule.new_token_ratio import NewTokenRatio
 from core.schedule.policy import Policy, by_caller, by_priority
 from core.schedule.queue import Waiting
 from core.schedule.queue_time import QueueTime, tokens_before
-from core.schedule.spare_pages import SparePages
 from core.schedule.table import SlotTable
 from core.types import Floats, Ints
 
@@ -37,7 +36,7 @@ Prompt = tuple[Request, Ints]
 
 
 class Prefills:
-    """Requests whose prompt is not yet planned to its end, and admission from the queue.
+    """Requests whose prompt is not yet planned to its end, and the order in which others are admitted.
 
     Prompts are computed in the order of the policy. One that is too long for a step gets at least half of it:
     shorter ones behind it, of no lower priority, overtake it if the other half holds all that is left of
@@ -45,8 +44,8 @@ class Prefills:
     behind it wait for its pages.
 
     Where the policy is fair, callers with long prompts take turns: one that is under way waits while a caller
-    who was served less has another. While callers share the device steps are short (`SHARED_CHUNK`), because
-    the step in flight is what each of them waits for.
+    who was served less has another; by priority, while a more important one waits. While callers share the
+    device steps are short (`SHARED_CHUNK`), because the step in flight is what each of them waits for.
 
     A chunk's full pages enter the tree as soon as it is planned: stream order makes them readable for every
     later plan, and for later rows of this one too, because a layer stores the whole step's K and V before
@@ -66,19 +65,17 @@ class Prefills:
         budget: ChunkBudget,
     ) -> None:
         self.budget = budget
-        self._whole = not capabilities.causal
+        self.admission = Admission(
+            table, cache, waiting, new_token_ratio, capabilities, urgent=policy is by_priority
+        )
+        self._whole, self._most = not capabilities.causal, capabilities.max_step_tokens
         self._table = table
         self._cache = cache
         self._waiting = waiting
         self._policy = policy
-        limits = capabilities.adapters
-        self.places = Places(0 if limits is None else limits.places, urgent=policy is by_priority)
         self._fair = policy in (by_caller, by_priority)
         self._time = QueueTime()
         self._under_way: list[Prompt] = []
-        self.admitted: list[Request] = []
-        """Requests that the last `plan` admitted."""
-        self._spare = SparePages(table, new_token_ratio, cache.page_size)
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -93,12 +90,11 @@ class Prefills:
         for request, tokens in self._under_way:
             line[request.caller] += self._left(request, tokens)
         if self._policy is by_priority:
-            for request in self._waiting:
+            for request in chain.from_iterable(self._waiting.lines.values()):
                 line[request.caller] += request.to_compute * (request.priority >= first.priority)
         else:
             line.update(self._waiting.prompts)
-        prefix = self._cache.peek(first.root, first.prompt, self._match_limit(first, first.prompt))
-        first.cached = prefix.units
+        first.cached = self.admission.prefix(first).units
         turns = self._waiting.callers if self._fair else None
         before = tokens_before(line, first.caller, first.to_compute, turns)
         first.expected = self._time.forecast(before + self._waiting.retracted_tokens)
@@ -128,12 +124,9 @@ class Prefills:
 
     def plan(self, builder: PlanBuilder) -> list[Request]:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
-        self._spare.begin()
-        if self._waiting.adapters:
-            self.places.assign(self._waiting.adapters, builder.now)
+        self.admission.begin(builder.now)
         whole, room = builder.room, self._limited(builder)
         done, remaining = list[Request](), list[Prompt]()
-        self.admitted = []
         under_way = deque(self._under_way)
         for request, tokens in self._line(builder, under_way):
             if self._left(request, tokens) > builder.room:
@@ -205,7 +198,7 @@ class Prefills:
     def _line(self, builder: PlanBuilder, under_way: deque[Prompt]) -> Iterator[Prompt]:
         """Prompts under way, which are taken from there, then those that are admitted from the queue. One
         whose turn is before that of a prompt under way is admitted first."""
-        if not self._fair or not self._waiting.callers.several:
+        if self._policy is not by_priority and not (self._fair and self._waiting.callers.several):
             while under_way:
                 yield under_way.popleft()
         for request, place in self._startable(builder):
@@ -223,6 +216,13 @@ class Prefills:
         priority = request.priority if self._policy is by_priority else 0
         return -priority, self._waiting.callers.served(request.caller)
 
+    def must_wait(self, request: Request, left: int, gone: Collection[Request]) -> bool:
+        """Whether a waiting request with `left` tokens to compute would get nothing of the next step: prompts
+        under way, but for those in `gone`, fill it, and their turn is before. A short one would overtake."""
+        turn, under_way = self._turn(request), (each for each in self._under_way if each[0] not in gone)
+        before = sum(self._left(*each) for each in under_way if self._turn(each[0]) <= turn)
+        return before >= self._most and left > self._most // 2
+
     def _startable(self, builder: PlanBuilder) -> Iterator[tuple[Request, int]]:
         """Waiting requests with the places of their adapters, until the first that does not fit: overtaking
         would starve it. A retracted request that still waits for in-flight tokens stops admission too: its
@@ -232,7 +232,7 @@ class Prefills:
         for request in self._policy(self._waiting):
             if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
-            place = self.places.find(request)
+            place = self.admission.places.find(request)
             if place is not None:
                 yield request, place
 
@@ -245,82 +245,24 @@ class Prefills:
             matched += request.num_tokens
             if builder.full or self._table.free <= kept or request.retractions or matched > MATCHED:
                 return
-            place = self.places.find(request)
+            place = self.admission.places.find(request)
             if place is None or request.priority < least:
                 continue
-            tokens = request.tokens()
-            match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
-            if len(tokens) - match.tokens > builder.room or worth_waiting(match):
+            match = self.admission.match(request)
+            if request.num_tokens - match.tokens > builder.room or worth_waiting(match):
                 kept = least == -math.inf
-            elif self._try_reserve(builder, request, place, match):
-                yield request, tokens
+            elif self.admission.try_reserve(builder, request, place, match):
+                yield request, request.tokens()
             else:
                 return
 
     def _try_start(self, builder: PlanBuilder, request: Request, place: int) -> Ints | None:
         """Give the request its pages and slot, or leave everything as it is and return None. `place` is that
         of its adapter."""
-        tokens = request.tokens()
-        match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
-        if self._fits(len(tokens) - match.tokens, builder.room) == 0 or worth_waiting(match):
+        match = self.admission.match(request)
+        if self._fits(request.num_tokens - match.tokens, builder.room) == 0 or worth_waiting(match):
             return None
-        return tokens if self._try_reserve(builder, request, place, match) else None
-
-    def _try_reserve(self, builder: PlanBuilder, request: Request, place: int, match: Match) -> bool:
-        """The same, of a request whose cached prefix is `match`. Returns whether it has them."""
-        tokens = request.tokens()
-        hold = self._cache.try_reserve(match, len(tokens), self._spare.pages(request))
-        if hold is None:
-            return False
-        self._waiting.remove(request)
-        request.move(State.PREFILL)
-        request.since = builder.now
-        request.history.append((builder.now, "admitted", match.tokens))
-        request.hold = hold
-        slot = self._table.take(request, match.tokens, len(hold.pages) * self._cache.page_size)
-        self._spare.add(request, match.tokens)
-        self.places.enter(request.root.adapter)
-        if request.started_at == 0.0:
-            request.started_at = builder.now
-            request.cached = match.tokens
-        builder.new_slot(
-            NewSlot(
-                slot=slot,
-                params=request.params,
-                prompt=request.prompt,
-                output=tokens[len(request.prompt) :],
-                cached=match.tokens,
-                grammar=request.grammar,
-                embedded=request.embedded,
-                limit=request.limit,
-                drafts=bool(self._table.drafting[slot]),
-                namespace=request.root.namespace(),
-                place=place,
-                checkpoint=match.checkpoint,
-            ),
-            hold.pages,
-        )
-        self.admitted.append(request)
-        return True
-
-    def would_fit(self, request: Request, gone: Collection[Request] = ()) -> bool:
-        """Whether there would be a slot and pages for `request` without the requests in `gone`."""
-        if not self._table.free and not gone:
-            return False
-        tokens = request.tokens()
-        prefix = self._cache.peek(request.root, tokens, self._match_limit(request, tokens))
-        holds = [r.hold for r in gone if r.hold is not None]
-        return self._cache.would_fit(prefix, len(tokens), self._spare.pages(request, gone), holds)
-
-    def _match_limit(self, request: Request, tokens: Ints) -> int:
-        """Tokens that may come from the cache: at least one must be computed, and every one whose logits,
-        hidden state or experts were requested."""
-        limit = len(tokens) - 1
-        if _owes_logprobs(request):
-            limit = max(request.logprobs_from - 1, 0)
-        if request.params.hidden not in OF_CACHED or request.params.experts_from >= 0:
-            limit = min(limit, _hidden_from(request))
-        return limit
+        return request.tokens() if self.admission.try_reserve(builder, request, place, match) else None
 
     def _fits(self, wanted: int, room: int) -> int:
         """Tokens of a chunk: all `wanted`, or as many whole pages as fit. If less than a page fits it is used
@@ -342,8 +284,8 @@ class Prefills:
         end = start + n
         last = end == len(tokens)
         known = end - 1 if last else end  # the last position whose target this chunk can see
-        wants = _owes_logprobs(request) and known >= max(request.logprobs_from, start + 1)
-        hidden_start = _hidden_from(request)
+        wants = owes_logprobs(request) and known >= max(request.logprobs_from, start + 1)
+        hidden_start = hidden_from(request)
         builder.chunk(
             request,
             Chunk(
@@ -368,7 +310,7 @@ class Prefills:
         request.history.append((builder.now, "chunk", n))
         self._waiting.callers.prompt(request, n)
         table.least[slot] = table.most[slot] = end
-        self._spare.advance(request, start, end)
+        self.admission.spare.advance(request, start, end)
         assert request.hold is not None
         self._cache.commit(request.hold, request.root, tokens[:end], request.priority)
         self._save(builder, request.hold, slot, range(start + 1, end + 1))
@@ -395,12 +337,6 @@ def _embeds(request: Request, start: int, end: int) -> Floats | None:
     return request.embeds[start:end]
 
 
-def _hidden_from(request: Request) -> int:
-    """First position whose hidden state or experts are still to be reported: once there is output, that of
-    its last token."""
-    return request.num_tokens - 1 if request.output else request.hidden_from
-
-
 def _hidden(request: Request, start: int, end: int, owed: int, last: bool) -> Hidden:
     """The hidden states that a chunk has to return of those that were requested. Once there is output, those
     of the prompt alone were returned before: a preempted request computes it again."""
@@ -416,7 +352,3 @@ def _hidden(request: Request, start: int, end: int, owed: int, last: bool) -> Hi
         case _:
             due = end > owed
     return asked if due else "none"
-
-
-def _owes_logprobs(request: Request) -> bool:
-    return request.params.prompt_logprobs >= 0 and request.logprobs_from < len(request.prompt)

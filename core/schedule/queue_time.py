@@ -18,6 +18,9 @@ MARGIN: Final = 1.1
 """What forecasts are multiplied by beyond that: under overload nearly all who are taken are at the limit, and
 come late together when the device is a few percent slower than in the last seconds. A shorter queue serves as
 many."""
+LONGEST: Final = 600.0
+"""Maximum of a forecast in seconds. While no prompt token is computed, since long answers have all slots, the
+rate falls towards 0."""
 UNPROVEN: Final = 1.5
 """Factor on forecasts before the first one could be checked."""
 COMPARED: Final = 256
@@ -66,7 +69,7 @@ class QueueTime:
         if not self._tokens:
             return 0.0
         tokens += sum(flight.tokens for flight in self._flights)
-        return self._seconds * (1.0 / self._steps + tokens / self._tokens)
+        return min(self._seconds * (1.0 / self._steps + tokens / self._tokens), LONGEST)
 
     def corrected(self, seconds: float) -> float:
         """A forecast, corrected by the errors of earlier ones."""
@@ -82,7 +85,7 @@ class QueueTime:
         seconds, self._last = now - max(at, self._last), now
         if more or tokens * self._seconds > seconds * self._tokens:
             fading = exp(-seconds / MEMORY) if now - self._known_at < MEMORY else 0.0
-            self._tokens = self._tokens * fading + tokens
+            self._tokens = max(self._tokens * fading + tokens, min(self._tokens, 1.0))  # 0 is not known
             self._seconds = self._seconds * fading + seconds
             self._steps = self._steps * fading + 1.0
             self._known_at = now

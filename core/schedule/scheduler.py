@@ -218,7 +218,7 @@ class Scheduler:
 
     def _plan_prefills(self, builder: PlanBuilder) -> None:
         self._decodes.add(self._prefills.plan(builder))
-        for request in self._prefills.admitted:
+        for request in self._prefills.admission.admitted:
             for token in request.params.stop_ids:
                 self._stop_counts[token] += 1
             if not request.retractions:
@@ -357,7 +357,7 @@ class Scheduler:
     @property
     def places(self) -> Places:
         """Of adapters on the device."""
-        return self._prefills.places
+        return self._prefills.admission.places
 
     def requests(self) -> list[Request]:
         """All requests, running ones first."""
