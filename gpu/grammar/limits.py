@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from gpu.grammar.intersections import MOST_STRINGS, meeting_strings, period, schemas
 from gpu.grammar.schema import Json, Refused, decode, subschemas
 from gpu.grammar.xgrammar_backend import check_tag, is_light
 
@@ -30,8 +31,6 @@ SIZES = {
 }
 
 
-SHORT = 2 * 1024
-"""Bytes of a schema whose cost is not estimated: the worst known takes 0.1 s."""
 MAX_COST = 400_000
 """Microseconds that a compile in a thread may be expected to take. It cannot be stopped, but it releases the
 GIL and ends; the helper would compile the same first, for as long, after a start of seconds."""
@@ -60,26 +59,22 @@ def needs_trial(kind: str, text: str) -> bool:
         return True
     if kind == "lark":
         return _lark_needs_trial(text)
-    return kind == "json_schema" and len(text) > SHORT and schema_cost(decode(text)) > MAX_COST
+    return kind == "json_schema" and schema_cost(decode(text)) > MAX_COST
 
 
 def _lark_needs_trial(text: str) -> bool:
     """The same for rules of Lark, each a schema or letters."""
-    cost = 0
-    for line in text.split("\n"):
-        body = line.partition(": ")[2]
-        if not body.startswith("%json "):
-            if needs_trial("regex", body):
-                return True
-        elif len(body) > SHORT:
-            cost += schema_cost(decode(body.removeprefix("%json ")))
-    return cost > MAX_COST
+    bodies = (line.partition(": ")[2] for line in text.split("\n"))
+    if any(needs_trial("regex", body) for body in bodies if not body.startswith("%json ")):
+        return True
+    return sum(map(schema_cost, schemas("lark", text))) > MAX_COST
 
 
 def schema_cost(root: Json) -> int:
     """Microseconds that llguidance takes for a schema, at most and roughly, on a slow core: a sum over its
     subschemas, in which lists of properties, branches and patterns of names count by their square.
-    Infinite (`MAX_COST` + 1) with more than `MAX_TARGETS` references."""
+    Infinite (`MAX_COST` + 1) with more than `MAX_TARGETS` references, or `MOST_STRINGS` constraints that may
+    meet."""
     cost, targets = 0, set()
     for schema, _ in subschemas(root):
         cost += 80
@@ -87,12 +82,15 @@ def schema_cost(root: Json) -> int:
             continue
         if isinstance(target := schema.get("$ref"), str):
             targets.add(target)
+        if (states := period(schema)) > 1:
+            cost += 25 * states
         for key, per_pair in _PAIRS:
             if isinstance(listed := schema.get(key), Mapping | list):
                 cost += int(per_pair * len(listed) ** 2)
         if isinstance(listed := schema.get("enum"), list):
             cost += 5 * len(listed)
-    return MAX_COST + 1 if len(targets) > MAX_TARGETS else cost
+    endless = len(targets) > MAX_TARGETS or meeting_strings(root) > MOST_STRINGS
+    return MAX_COST + 1 if endless else cost
 
 
 _PAIRS = (

@@ -16,6 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 
 from core.grammar import TokenTable
 from gpu.grammar.formats import rewrite_formats
+from gpu.grammar.intersections import drop_large_divisors, kept_bytes
 from gpu.grammar.normal import allow_control_characters, normalise
 from gpu.grammar.regex import ascii_classes, literal
 from gpu.grammar.schema import Json, Refused, check_schema, decode, drop_unsupported
@@ -120,7 +121,7 @@ class LlguidanceBackend:
             raise Refused(f"Part of the constraint would be ignored: {warnings[0]}")
         self._probe(prototype)
         # Above what was measured over MaskBench: 35 KB of state and automaton, 5 bytes per byte of text.
-        size = 35_000 + 20 * len(text)
+        size = 35_000 + 20 * len(text) + kept_bytes(kind, text)
         return Grammar(self, prototype.deep_copy, size, (*source.dropped, *dict.fromkeys(warnings)))
 
     def _probe(self, prototype: LLMatcher) -> None:
@@ -259,6 +260,7 @@ def _schema_options(schema: Json, lenient: bool, dropped: list[str]) -> dict[str
         dropped += drop_unsupported(schema)
     else:
         check_schema(schema)
+    dropped += drop_large_divisors(schema, lenient)
     if schema is False:
         raise Refused("The schema false allows nothing.")
     rewrite_formats(schema)

@@ -211,6 +211,10 @@ def unsupported_keywords(
                         yield UnsupportedKeyword(key, schema, path, "beside '$ref' is not supported")
 
 
+ANNOTATIONS = frozenset(("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated"))
+ANNOTATIONS |= {"description", "examples", "id", "readOnly", "title", "writeOnly"}
+"""Keywords that constrain nothing by themselves."""
+
 _EXACT = 2**53
 """llguidance reads numbers as doubles: integers above this are rounded."""
 

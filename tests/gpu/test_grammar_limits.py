@@ -290,3 +290,86 @@ async def test_a_vocabulary_is_read_when_a_constraint_needs_it() -> None:
                 await compiler.compile(GrammarSpec(kind, text, "field"))
             assert caught.value.param == "field" and caught.value.message
         compiler.close()
+
+
+def patterns(count: int) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": f"a.{{{at}}}b"} for at in range(count)]
+
+
+REFERRED = {f"s{at}": {"$ref": f"#/$defs/s{at - 1}", "pattern": f"a.{{{at}}}b"} for at in range(1, 24)}
+INTERSECTED: dict[str, dict[str, Any]] = {
+    "patterns": {"allOf": patterns(30)},
+    "patterns of a property": {"allOf": [{"properties": {"x": each}} for each in patterns(30)]},
+    "a chain of references": {"$defs": {"s0": patterns(1)[0], **REFERRED}, "$ref": "#/$defs/s23"},
+    "patterns and lengths": {"allOf": [{**each, "minLength": 3} for each in patterns(30)]},
+}
+
+
+@pytest.mark.parametrize("schema", INTERSECTED.values(), ids=INTERSECTED)
+@pytest.mark.parametrize("tool", [False, True])
+async def test_intersections_are_tried_where_they_can_be_stopped(
+    lasting: Compiler, schema: dict[str, Any], tool: bool
+) -> None:
+    """Thirty patterns take minutes and gigabytes, in a thread that nothing could stop."""
+    text = json.dumps(schema)
+    if tool:
+        text = json.dumps({"format": {"type": "json_schema", "json_schema": schema}})
+    with pytest.raises(RequestError):
+        await lasting.compile(GrammarSpec("structural_tag" if tool else "json_schema", text, "schema"))
+    innocent = await lasting.compile(GrammarSpec("json_schema", '{"type": "boolean"}', "schema"))
+    assert innocent is not None
+
+
+DIVISORS: dict[str, tuple[Any, bool]] = {
+    "a prime": ({"type": "integer", "multipleOf": 99_991}, False),
+    "as many digits": ({"type": "number", "multipleOf": 0.99991}, False),
+    "together": ({"allOf": [{"type": "integer", "multipleOf": each} for each in (7, 11, 13, 17, 19)]}, False),
+    "beside a reference": (
+        {"$defs": {"a": {"multipleOf": 997}}, "$ref": "#/$defs/a", "type": "integer", "multipleOf": 991},
+        False,
+    ),
+    "in a property": ({"properties": {"x": {"type": "integer", "multipleOf": 99_991}}}, False),
+    "apart": ({"anyOf": [{"type": "integer", "multipleOf": each} for each in (4_999, 4_993)]}, True),
+    "cents": ({"type": "number", "multipleOf": 0.01}, True),
+    "millions": ({"type": "integer", "multipleOf": 1_000_000}, True),
+    "a power of two": ({"type": "integer", "multipleOf": 65_536}, True),
+    "not a number": ({"type": "integer", "multipleOf": True}, False),
+}
+
+
+@pytest.mark.parametrize(("schema", "taken"), DIVISORS.values(), ids=DIVISORS)
+async def test_divisors_of_many_states_are_refused(lasting: Compiler, schema: Any, taken: bool) -> None:
+    """One of 99,991 took 3 s, and 119 MB for as long as it was cached."""
+    spec = GrammarSpec("json_schema", json.dumps(schema), "schema")
+    if taken:
+        await lasting.compile(spec)
+        return
+    with pytest.raises(RequestError, match="multipleOf"):
+        await lasting.compile(spec)
+
+
+async def test_a_large_divisor_is_dropped_where_part_of_a_schema_is_enough(lasting: Compiler) -> None:
+    text = json.dumps({"type": "integer", "multipleOf": 99_991})
+    grammar = await lasting.compile(GrammarSpec("json_schema", text, "schema", lenient=True))
+    assert "'multipleOf' at #" in grammar.warnings
+
+
+async def test_what_intersections_and_divisors_keep_counts_in_the_cache(lasting: Compiler) -> None:
+    met = [{"type": "string", "pattern": f"^a{{1,{at}}}$"} for at in range(1, 13)]
+    texts = map(json.dumps, ({"type": "integer"}, {"type": "integer", "multipleOf": 9_973}, {"allOf": met}))
+    sizes = [(await lasting.compile(GrammarSpec("json_schema", text, "s"))).size for text in texts]
+    assert sizes[1] - sizes[0] > 4e6 and sizes[2] - sizes[0] > 1e6
+
+
+COMMON: list[dict[str, Any]] = [
+    {"$defs": {"a": patterns(1)[0]}, "allOf": [{"$ref": "#/$defs/a"}], "description": "pydantic's"},
+    {"$defs": {f"p{at}": each for at, each in enumerate(patterns(40))}, "$ref": "#/$defs/p3", "title": "x"},
+    {"properties": {f"p{at}": {**each, "maxLength": 99} for at, each in enumerate(patterns(40))}},
+    {"allOf": [{"properties": {"a": each, "b": each}} for each in patterns(5)]},
+    {"anyOf": patterns(40)},
+]
+
+
+@pytest.mark.parametrize("schema", COMMON)
+def test_common_schemas_need_no_trial(schema: dict[str, Any]) -> None:
+    assert not needs_trial("json_schema", json.dumps(schema))
