@@ -102,6 +102,8 @@ def bind_path(path: str) -> socket.socket:
             Path(path).unlink()
         elif os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "it is not a socket. Remove it or choose another path")
+        elif not Path(path).absolute().parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "its directory does not exist. Create that")
         listener.bind(path)
     except OSError as error:
         listener.close()
@@ -128,8 +130,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}. "
-            "Choose another with --port (0 takes a free one) or --host."
-        ) from error
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        hint = "Choose another --port (0 takes a free one)." if taken else "Choose another --host."
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}. {hint}") from error
     return listener

@@ -95,3 +95,12 @@ def raise_file_limit() -> None:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     log.debug("open files: %d, now %d", soft, hard)
+
+
+def check_writable(folder: Path, setting: str) -> Path:
+    """Return the folder, or the nearest one above it that exists. Raises `ConfigError` naming the setting
+    where the folder can be neither written nor made."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{folder} cannot be written to: point {setting} at a directory that can.")
+    return there

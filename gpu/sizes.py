@@ -78,7 +78,7 @@ def _context(spec: ModelSpec, model: ModelConfig, schedule: ScheduleConfig) -> i
     if model.context_length > spec.context_length:
         raise ConfigError(
             f"--context-length {model.context_length} is longer than the {spec.context_length} tokens "
-            f"that {spec.architecture} of this checkpoint was made for."
+            f"that {spec.architecture} of this checkpoint was made for. Lower it, or leave it out."
         )
     context = model.context_length or spec.context_length
     if spec.causal or context <= schedule.step_tokens:

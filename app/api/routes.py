@@ -32,6 +32,7 @@ from app.http.middleware import decorate, edge, expect
 from app.http.report import REPORTED, REPORTERS, Reporter, operation_of
 from app.http.tenant import Keys
 from app.http.turns import Turns
+from app.process import check_writable
 from app.service import Service
 from core.clock import Clock, monotonic
 from core.config import ServeConfig
@@ -82,7 +83,7 @@ def make_app(service: Service, serve: ServeConfig, clock: Clock = monotonic) -> 
     app[REPORTED] = {(each.method, each.path): operation_of(each.path) for each in TABLE if runs(each.facts)}
     app[INTAKE] = Intake(max(MAX_HELD, 4 * serve.max_body), clock)
     app[TURNS] = Turns()
-    data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
+    data = _data(serve)
     app[BATCHES] = Batches(Store(data), ANSWERS, keys)
     app[RESPONSES] = Responses(ResponseStore(data, serve.response_store))
     app[sessions.SESSIONS] = sessions.TenantSessions(keys, clock)
@@ -92,6 +93,16 @@ def make_app(service: Service, serve: ServeConfig, clock: Clock = monotonic) -> 
     for route in TABLE:
         app.router.add_route(route.method, route.path, route.handler, expect_handler=expect)
     return app
+
+
+def _data(serve: ServeConfig) -> Path:
+    """Where files, batches and responses are kept. Raises `ConfigError` for a `--data-dir` that cannot be
+    written to: otherwise the first request would find out."""
+    if not serve.data_dir:
+        return cache_dir() / "data"
+    data = Path(serve.data_dir).expanduser()
+    check_writable(data, "--data-dir")
+    return data
 
 
 def _reporters(serve: ServeConfig) -> list[Reporter]:

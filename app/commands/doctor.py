@@ -16,7 +16,7 @@ from app import logs
 from app.checkpoint.fetch import NotFetched
 from app.compose import describe_devices, find, foresee_memory
 from app.listen import bind, tls
-from app.process import VERSION, invocation
+from app.process import VERSION, check_writable, invocation
 from core.config import Config
 from core.env import cache_dir
 from core.errors import ConfigError
@@ -109,10 +109,7 @@ def _disk(config: Config) -> Iterable[str]:
 
 def _writable(folder: Path, setting: str) -> str:
     """Raises `ConfigError` where it can be neither written nor made."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise ConfigError(f"{folder} cannot be written to: point {setting} at a directory that can.")
-    stat = os.statvfs(there)
+    stat = os.statvfs(check_writable(folder, setting))
     free = stat.f_bavail * stat.f_frsize
     if free < SPACE:
         raise ConfigError(f"{folder} has {free / 2**20:.0f} MiB free: make room, or set {setting}.")

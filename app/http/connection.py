@@ -133,6 +133,8 @@ class Connection(web.RequestHandler):
         """Answer malformed HTTP, or an error outside all handlers, and close."""
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun; it cannot become an error")
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client has disconnected: aiohttp closes the connection and logs nothing
         if status >= 500:
             log.error("error outside a handler", exc_info=exc)
             response = error_response(fault(exc or RuntimeError()))

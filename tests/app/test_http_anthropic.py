@@ -543,6 +543,8 @@ async def test_silence_is_filled_with_pings(server: Server) -> None:
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"name": "n n", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "n", "input_schema": 5}]}, "tools[0].input_schema"),
+        ({"tools": [TOOL, {}]}, "tools[1].input_schema"),
+        ({"tool_choice": {}}, "tool_choice.type"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),

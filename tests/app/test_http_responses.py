@@ -259,8 +259,8 @@ async def test_not_stored(client: openai.AsyncOpenAI, start: Start, tmp_path: Pa
 
 
 async def test_a_disk_that_refuses_costs_no_answer(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     server = await start(ServeConfig(data_dir=str(tmp_path / "file")))
+    (tmp_path / "file").write_text("")
     status, body = await server.post(URL, {"input": "hi"})
     assert status == 200 and body["store"] is False
     status, _ = await server.post(URL, {"input": "hi", "background": True})
@@ -404,6 +404,7 @@ MESSAGE = {"role": "user", "content": "hi"}
         ({"input": "hi", "metadata": {str(i): "v" for i in range(17)}}, "metadata"),
         ({"input": "hi", "metadata": {"k": "v" * 600}}, "metadata"),
         ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "hi", "max_tool_calls": 0}, "max_tool_calls"),
         ({"input": "hi", "temperature": -1}, "temperature"),
         ({"input": "hi", "top_logprobs": -1}, "top_logprobs"),
         ({"input": "hi", "background": True, "store": False}, "background"),

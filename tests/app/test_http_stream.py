@@ -140,6 +140,22 @@ async def test_no_head_is_sent_to_a_client_that_is_gone(
     writer.close()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_closes_before_its_answer_begins_is_no_error(
+    server: Server, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if it closes its half of the connection alone."""
+    server.engine.manual = True
+    counts, before = server.app[REQUEST_COUNTS], len(server.engine.runs)
+    for how in (socket.SHUT_WR, socket.SHUT_RDWR):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(post(COMPLETIONS, {"prompt": "x", "stream": stream}))
+            client.shutdown(how)
+    await until(lambda: counts[COMPLETIONS, "POST", CLIENT_GONE] == 2)
+    assert all(run.aborted for run in server.engine.runs[before:])
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_first_token_without_text_still_tells_the_role(server: Server) -> None:
     server.engine.manual = True
     events = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))

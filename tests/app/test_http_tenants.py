@@ -16,6 +16,7 @@ from app.batch.store import Disk
 from app.http.tenant import Keys
 from app.server import public_settings
 from core.config import Config, ModelConfig, ServeConfig
+from core.errors import ConfigError
 from core.request import Request
 from tests.rigs.batches import Rig, line
 from tests.rigs.server import Server, Start
@@ -215,8 +216,10 @@ def test_settings_that_are_told_name_no_path() -> None:
 
 
 async def test_a_disk_that_refuses_is_not_named(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--data-dir"):
+        await start(ServeConfig(data_dir=str(Path(__file__) / "data")))
     server = await start(ServeConfig(data_dir=str(tmp_path / "file" / "data")))
+    (tmp_path / "file").write_text("")
     for method, route in (("GET", "/v1/files"), ("GET", "/v1/batches"), ("GET", "/v1/responses/resp_0")):
         status, told = await ask(server, {}, method, route)
         assert status == 503 and str(tmp_path) not in str(told), told

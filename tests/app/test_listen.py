@@ -66,7 +66,7 @@ async def test_a_server_listens_on_a_path(tmp_path: Path) -> None:
 async def test_a_path_that_cannot_be_listened_on_is_named(tmp_path: Path) -> None:
     path = str(tmp_path / "http")
     async with served(tmp_path, uds=path) as (runner, _):
-        with pytest.raises(ConfigError, match=r"--uds .*/no/http: No such file"):
+        with pytest.raises(ConfigError, match=r"--uds .*/no/http: its directory does not exist"):
             await listen(runner, ServeConfig(uds=str(tmp_path / "no" / "http")))
         with pytest.raises(ConfigError, match=r"--uds .*/http: another server listens there"):
             await listen(runner, ServeConfig(uds=path))

@@ -62,7 +62,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded) -> ChatBody:
     """The same request as chat takes it; `id` is what it can be aborted by."""
     _check_whole(body)
-    choice, last = body.tool_choice or {}, messages[-1]
+    choice, last = body.tool_choice, messages[-1]
     prefilled = last["role"] == "assistant" and not last.get("tool_calls")
     budget, arguments = _thinking(body, loaded)
     return ChatBody(
@@ -75,7 +75,7 @@ def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded
         top_p=body.top_p,
         tools=functions(body.tools),
         tool_choice=_choice(choice),
-        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") is True else None,
+        parallel_tool_calls=False if (choice or {}).get("disable_parallel_tool_use") is True else None,
         max_thinking_tokens=budget,
         reasoning_effort=body.output_config.effort if body.output_config is not None else None,
         chat_template_kwargs=arguments,
@@ -103,17 +103,19 @@ def functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None
     """The tools with a schema as chat has them. Those without are Anthropic's own (`bash_20250124`,
     `web_search_20250305`): only its models know them."""
     made = []
-    for tool in tools or ():
+    for at, tool in enumerate(tools or ()):
+        if tool.get("input_schema") is None and not isinstance(tool.get("type"), str):
+            raise field_error(f"tools[{at}].input_schema", "is required")
         if tool.get("input_schema") is not None:
             function = {name: tool.get(name) for name in ("name", "description", "strict")}
             made.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     return made or None
 
 
-def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
-    kind = choice.get("type")
-    if kind is None:
+def _choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if choice is None:
         return None
+    kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in _CHOICES:

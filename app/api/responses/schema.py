@@ -84,6 +84,8 @@ def check_body(body: ResponsesBody) -> None:
         raise field_error("truncation", "must be 'auto' or 'disabled'")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise field_error("max_output_tokens", "must be at least 1")
+    if body.max_tool_calls is not None and body.max_tool_calls < 1:
+        raise field_error("max_tool_calls", "must be at least 1")
     if body.background and body.store is False:
         raise field_error("background", "needs 'store': the answer could not be fetched")
     check_metadata(body.metadata)
