@@ -15,7 +15,7 @@ from gpu.grammar.schema import ANNOTATIONS, Json, decode, objects, refuse
 
 MOST_STRINGS: Final = 12
 """String constraints that are intersected without a trial: 14 patterns take 0.01 s and 3 MB, 17 take 0.1 s
-and 28 MB, 20 take 1.5 s and 240 MB."""
+and 28 MB, 20 take 1.5 s and 240 MB. 49 of MaskBench's 11,279 schemas have more."""
 MOST_STATES: Final = 10_000
 """States of the automaton of a divisor: one of 99,991 took 2.6 s, and 119 MB for as long as it is cached."""
 _DOUBLED: Final = 22
