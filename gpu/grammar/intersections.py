@@ -74,16 +74,14 @@ def _strings(schema: Mapping[str, Json]) -> int:
 
 
 def period(schema: Mapping[str, Json]) -> int:
-    """States of the automaton for a schema's `multipleOf`: the divisor's digits without factors of ten, which
-    are found at the last digits. 1 where there is none."""
+    """States of the automaton for a schema's `multipleOf`, roughly: the divisor's digits without zeros at the
+    end, an eighth of them where they are a multiple of eight. 1 where there is none."""
     divisor = schema.get("multipleOf")
     if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not math.isfinite(divisor):
         return 1
-    states = int("".join(map(str, Decimal(str(divisor)).as_tuple().digits)))
-    for factor in (2, 5):
-        while states and states % factor == 0:
-            states //= factor
-    return max(states, 1)
+    digits = "".join(map(str, Decimal(str(divisor)).as_tuple().digits))
+    states = int(digits.rstrip("0") or "1")
+    return states // math.gcd(states, 8)
 
 
 def kept_bytes(kind: str, text: str) -> int:

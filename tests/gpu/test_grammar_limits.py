@@ -322,6 +322,8 @@ async def test_intersections_are_tried_where_they_can_be_stopped(
 
 DIVISORS: dict[str, tuple[Any, bool]] = {
     "a prime": ({"type": "integer", "multipleOf": 99_991}, False),
+    "a larger power of two": ({"type": "integer", "multipleOf": 2**24}, False),
+    "a power of five": ({"type": "integer", "multipleOf": 5**10}, False),
     "as many digits": ({"type": "number", "multipleOf": 0.99991}, False),
     "together": ({"allOf": [{"type": "integer", "multipleOf": each} for each in (7, 11, 13, 17, 19)]}, False),
     "beside a reference": (
