@@ -7,35 +7,54 @@ the automata.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Final
 
-from gpu.grammar.schema import ANNOTATIONS, Json, decode, objects, refuse
+from gpu.grammar.schema import ANNOTATIONS, MAX_PATH, Json, decode, objects, refuse, values
 
 MOST_STRINGS: Final = 12
 """String constraints that are intersected without a trial: 14 patterns take 0.01 s and 3 MB, 17 take 0.1 s
 and 28 MB, 20 take 1.5 s and 240 MB. 49 of MaskBench's 11,279 schemas have more."""
 MOST_STATES: Final = 10_000
 """States of the automaton of a divisor: one of 99,991 took 2.6 s, and 119 MB for as long as it is cached."""
+_EXACT: Final = 2**53
 _DOUBLED: Final = 22
 """Constraints whose intersection takes a gigabyte, half of that with one less: more do not pass the trial."""
 
+_PROPERTY = re.compile(r"/properties(/[^/]*)(?:/(?:allOf|anyOf|oneOf)/[0-9]+)*$")
 _OF_STRINGS = ("pattern", "format")
 _LENGTHS = frozenset(("minLength", "maxLength"))
 
 
 def meeting_strings(root: Json) -> int:
-    """String constraints (patterns, formats, lengths) that may meet on one value: those below an `allOf`, or
-    below a `$ref` that has constraints beside it. At most and roughly: properties of different names count
-    too, and a reference stands for the whole schema."""
-    below: dict[int, dict[str, Json]] = {}
-    for joint in (schema for schema, _ in objects(root) if _joins(schema)):
-        if id(joint) not in below:
-            below |= {id(schema): schema for schema, _ in objects(joint)}
-    if any("$ref" in schema for schema in below.values()):
-        below = {id(schema): schema for schema, _ in objects(root)}
-    return sum(map(_strings, below.values()))
+    """String constraints (patterns, formats, lengths) that may meet on one value: those below a subschema
+    that joins several, which meet where they describe properties of one name, or where one describes no
+    property. At most and roughly: the logarithm of the sum of 2 to their number, over the names. A reference
+    stands for the whole schema."""
+    below: dict[int, tuple[str, dict[str, Json]]] = {}
+    for joint, _ in objects(root):
+        if _joins(joint) and id(joint) not in below:
+            below |= _named(joint)
+    if any("$ref" in schema for _, schema in below.values()):
+        below = _named(root)
+    counts = Counter[str]()
+    for name, schema in below.values():
+        counts[name] += _strings(schema)
+    anywhere = counts.pop("", 0)
+    together = [anywhere + count for count in counts.values()] or [anywhere]
+    return sum(1 << min(count, 64) for count in together).bit_length() - 1 if any(together) else 0
+
+
+def _named(root: Json) -> dict[int, tuple[str, dict[str, Json]]]:
+    """Subschemas by identity, each with the name of the property that it describes ("": none)."""
+    named = {}
+    for schema, path in objects(root):
+        found = _PROPERTY.search(path) if len(path) < MAX_PATH else None
+        named[id(schema)] = (found[1] if found else "", schema)
+    return named
 
 
 def drop_large_divisors(root: Json, lenient: bool) -> list[str]:
@@ -60,11 +79,24 @@ def drop_large_divisors(root: Json, lenient: bool) -> list[str]:
     return dropped
 
 
+def constants(root: Json) -> int:
+    """Members of constants and enumerated values, at any depth, and required names, which the library follows
+    by recursion."""
+    count = 0
+    for schema, _ in objects(root):
+        count += len(schema["required"]) if isinstance(schema.get("required"), list) else 0
+        for key in ("const", "enum"):
+            listed = schema.get(key)
+            nested = (each for each in values(listed) if isinstance(each, list | Mapping))
+            count += sum(len(each) for each in nested if key == "const" or each is not listed)
+    return count
+
+
 def _joins(schema: Mapping[str, Json]) -> bool:
     parts = schema.get("allOf")
     count = len(parts) if isinstance(parts, list) else 0
-    count += "$ref" in schema
-    own = schema.keys() - ANNOTATIONS - {"allOf", "$ref"}
+    count += sum(key in schema for key in ("$ref", "anyOf", "oneOf"))
+    own = schema.keys() - ANNOTATIONS - {"allOf", "$ref", "anyOf", "oneOf", "type"}
     return count > 0 and count + bool(own) > 1
 
 
@@ -77,8 +109,10 @@ def period(schema: Mapping[str, Json]) -> int:
     """States of the automaton for a schema's `multipleOf`, roughly: the divisor's digits without zeros at the
     end, an eighth of them where they are a multiple of eight. 1 where there is none."""
     divisor = schema.get("multipleOf")
-    if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not math.isfinite(divisor):
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float):
         return 1
+    if not abs(divisor) < _EXACT:  # of ten thousand digits, or infinite
+        return _EXACT
     digits = "".join(map(str, Decimal(str(divisor)).as_tuple().digits))
     states = int(digits.rstrip("0") or "1")
     return states // math.gcd(states, 8)
@@ -91,6 +125,7 @@ def kept_bytes(kind: str, text: str) -> int:
         met = meeting_strings(schema)
         total += (256 << min(met, _DOUBLED)) if met else 0
         total += sum(500 * states for each, _ in objects(schema) if (states := period(each)) > 1)
+        total += 5_000 * constants(schema)
     return total
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gpu.grammar.intersections import MOST_STRINGS, meeting_strings, period, schemas
-from gpu.grammar.schema import Json, Refused, decode, subschemas
+from gpu.grammar.intersections import MOST_STRINGS, constants, meeting_strings, period, schemas
+from gpu.grammar.schema import MAX_DEPTH, MAX_PATH, Json, Refused, decode, subschemas
 from gpu.grammar.xgrammar_backend import check_tag, is_light
 
 
@@ -31,12 +32,23 @@ SIZES = {
 }
 
 
+_WITHOUT_FUEL = re.compile("[%&~]")
+"""In a grammar: intersections, complements and schemas, which are worked out before the fuel counts."""
 MAX_COST = 400_000
 """Microseconds that a compile in a thread may be expected to take. It cannot be stopped, but it releases the
 GIL and ends; the helper would compile the same first, for as long, after a start of seconds."""
 MAX_TARGETS = 500
 """Different references: the library follows a chain of them by recursion, and 1,500 overflow a
 thread's stack, which ends the process."""
+
+
+MAX_LEVELS = 1_000
+"""Levels from each reference to the next, added: the library follows them by recursion too, and 1,400 of
+properties overflow a thread's stack of 8 MB."""
+MAX_CONSTANTS = 4_000
+"""Members of constants, and required names: 40,000 overflow it, 20,000 take 3 s and 95 MB."""
+MAX_LETTERS = 16 * 1024
+"""Bytes of all regexes of a structural tag: 110 KB of optional letters took 7.5 s and a gigabyte."""
 
 
 def check_text(kind: str, text: str) -> None:
@@ -59,13 +71,16 @@ def needs_trial(kind: str, text: str) -> bool:
         return True
     if kind == "lark":
         return _lark_needs_trial(text)
+    if kind == "ebnf" and _WITHOUT_FUEL.search(text):
+        return True
     return kind == "json_schema" and schema_cost(decode(text)) > MAX_COST
 
 
 def _lark_needs_trial(text: str) -> bool:
     """The same for rules of Lark, each a schema or letters."""
     bodies = (line.partition(": ")[2] for line in text.split("\n"))
-    if any(needs_trial("regex", body) for body in bodies if not body.startswith("%json ")):
+    letters = [body for body in bodies if not body.startswith("%json ")]
+    if sum(map(len, letters)) > MAX_LETTERS or any(needs_trial("regex", body) for body in letters):
         return True
     return sum(map(schema_cost, schemas("lark", text))) > MAX_COST
 
@@ -73,15 +88,17 @@ def _lark_needs_trial(text: str) -> bool:
 def schema_cost(root: Json) -> int:
     """Microseconds that llguidance takes for a schema, at most and roughly, on a slow core: a sum over its
     subschemas, in which lists of properties, branches and patterns of names count by their square.
-    Infinite (`MAX_COST` + 1) with more than `MAX_TARGETS` references, or `MOST_STRINGS` constraints that may
-    meet."""
-    cost, targets = 0, set()
-    for schema, _ in subschemas(root):
+    Infinite (`MAX_COST` + 1) with more than `MAX_TARGETS` references or `MAX_LEVELS` between them,
+    `MAX_CONSTANTS`, or `MOST_STRINGS` constraints that may meet."""
+    cost, targets = 0, dict[str, int]()
+    for schema, path in subschemas(root):
         cost += 80
         if not isinstance(schema, Mapping):
             continue
         if isinstance(target := schema.get("$ref"), str):
-            targets.add(target)
+            # Each target is entered once, from no deeper than this; a place that was cut may be anywhere.
+            deep = MAX_DEPTH if len(path) > MAX_PATH else path.count("/")
+            targets[target] = max(targets.get(target, 0), deep)
         if (states := period(schema)) > 1:
             cost += 25 * states
         for key, per_pair in _PAIRS:
@@ -89,7 +106,12 @@ def schema_cost(root: Json) -> int:
                 cost += int(per_pair * len(listed) ** 2)
         if isinstance(listed := schema.get("enum"), list):
             cost += 5 * len(listed)
-    endless = len(targets) > MAX_TARGETS or meeting_strings(root) > MOST_STRINGS
+    endless = (
+        len(targets) > MAX_TARGETS
+        or sum(targets.values()) > MAX_LEVELS
+        or constants(root) > MAX_CONSTANTS
+        or meeting_strings(root) > MOST_STRINGS
+    )
     return MAX_COST + 1 if endless else cost
 
 

@@ -7,6 +7,7 @@ millisecond, and added tokens never match as text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -56,6 +57,9 @@ parser items: one such ended real schemas of 100 properties.)"""
 
 _SLICE = "[^<]+"
 """Tokens that free text takes whole, even where it must not contain a mark: marks begin with "<"."""
+
+_SCHEMA_IN_GRAMMAR = re.compile(r"%json\s*\{")
+"""It would be neither checked nor counted, and what a schema cannot express would be ignored."""
 
 _PROBED = 24
 """Forced tokens followed after compiling: some dead ends lie behind the opening brace."""
@@ -227,6 +231,8 @@ def _source(kind: str, text: str, lenient: bool) -> Source:
         case "choice":
             # An alternation, not grammar rules: those are tried one by one at every token.
             return Source(LLMatcher.grammar_from_regex("|".join(map(literal, choices(text)))))
+    if _SCHEMA_IN_GRAMMAR.search(text):
+        raise Refused("A schema within a grammar ('%json') is not supported: use a structural tag.")
     try:
         return Source(grammar_from("ebnf", text))
     except (ValueError, RecursionError) as error:

@@ -13,11 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 
 MAX_DEPTH = 120
 """Containers inside each other. llguidance's own JSON reader stops at 128."""
+MAX_PATH = 400
+"""Characters of a place that are kept: a name of 250,000 was copied for each subschema below it."""
 MAX_NODES = 100_000
 """Values in a schema. The largest of MaskBench's 11,279 has 12,000."""
 
@@ -118,28 +121,57 @@ def values(root: Json, skipped: str | None = None) -> Iterator[Json]:
 
 
 def subschemas(root: Json) -> Iterator[Place]:
-    """Every subschema, the root first. Draft 4 to 2020-12 positions."""
-    ahead = [Place(root, "#")]
-    while ahead:
-        place = ahead.pop()
-        yield place
-        schema, path = place
-        if not isinstance(schema, Mapping):
+    """Every subschema once, the root first: draft 4 to 2020-12 positions, and wherever a reference leads. One
+    below an id counts from there and from the root, since drafts differ."""
+    ahead: list[tuple[Place, Json]] = [(Place(root, "#"), root)]
+    led, seen = list[tuple[str, Json]](), set[int]()
+    while ahead or led:
+        if not ahead:  # last: a place is named by its position, if it has one
+            pointer, resource = led.pop()
+            found = ((base, _pointed(base, pointer)) for base in (resource, root))
+            ahead += ((Place(each, pointer[:MAX_PATH]), base) for base, each in found if each is not None)
             continue
-        for key, found in schema.items():
-            if key not in _POSITIONS:
-                continue
-            if isinstance(found, list) and key not in _IN_MAP:
-                ahead += [Place(child, f"{path}/{key}/{i}") for i, child in enumerate(found)]
-            elif key in _IN_MAP and isinstance(found, Mapping):
-                ahead += [Place(child, f"{path}/{key}/{name}") for name, child in found.items()]
-            elif key in _SINGLE and isinstance(found, Mapping | bool):
-                ahead.append(Place(found, f"{path}/{key}"))
+        (schema, path), resource = ahead.pop()
+        if id(schema) in seen:
+            continue
+        yield Place(schema, path)
+        if isinstance(schema, Mapping):
+            seen.add(id(schema))
+            resource = schema if any(isinstance(schema.get(key), str) for key in _IDS) else resource
+            ahead += ((place, resource) for place in _below(schema, path[:MAX_PATH]))
+            if isinstance(target := schema.get("$ref"), str) and target.startswith("#/"):
+                led.append((target, resource))
+
+
+def _below(schema: Mapping[str, Json], path: str) -> Iterator[Place]:
+    for key, found in schema.items():
+        if key not in _POSITIONS:
+            continue
+        if isinstance(found, list) and key not in _IN_MAP:
+            yield from (Place(child, f"{path}/{key}/{at}") for at, child in enumerate(found))
+        elif key in _IN_MAP and isinstance(found, Mapping):
+            yield from (Place(child, f"{path}/{key}/{name[:MAX_PATH]}") for name, child in found.items())
+        elif key in _SINGLE and isinstance(found, Mapping | bool):
+            yield Place(found, f"{path}/{key}")
 
 
 def objects(root: Json) -> Iterator[tuple[dict[str, Json], str]]:
     """Every subschema that is an object, with its place."""
     return ((schema, path) for schema, path in subschemas(root) if isinstance(schema, dict))
+
+
+def _pointed(root: Json, pointer: str) -> Json:
+    """What a JSON pointer leads to, None where nothing is."""
+    node = root
+    for part in unquote(pointer[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        elif isinstance(node, Mapping):
+            node = node.get(name)
+        else:
+            return None
+    return node
 
 
 class UnsupportedKeyword(NamedTuple):
@@ -163,7 +195,7 @@ def drop_unsupported(root: Json) -> list[str]:
     dropped = []
     for keyword, schema, path, _ in list(unsupported_keywords(root, _refused_by_llguidance)):
         dropped.append(f"'{keyword}' at {path[:200]}")
-        del schema[keyword]
+        schema.pop(keyword, None)
     return dropped
 
 
@@ -204,12 +236,22 @@ def unsupported_keywords(
             if _min_properties_too_large(schema):
                 why = "is not supported beyond the number of required properties"
                 yield UnsupportedKeyword("minProperties", schema, path, why)
-            if path != "#" and "$ref" in schema:
-                # Up to draft 7 the id is ignored there, later it changes what the reference means.
-                for key in ("$id", "id"):
-                    if isinstance(schema.get(key), str):
-                        yield UnsupportedKeyword(key, schema, path, "beside '$ref' is not supported")
+            for key, why in _ambiguous(schema, path):
+                yield UnsupportedKeyword(key, schema, path, why)
 
+
+def _ambiguous(schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, str]]:
+    """Keywords by which a reference may lead to another place than it seems, and why they are refused."""
+    if path != "#" and "$ref" in schema:
+        # Up to draft 7 the id is ignored there, later it changes what the reference means.
+        yield from (
+            (key, "beside '$ref' is not supported") for key in _IDS if isinstance(schema.get(key), str)
+        )
+    if isinstance(target := schema.get("$ref"), str) and target.find("#") > 0:
+        yield "$ref", "must lead to a place in the schema, as '#/...' does"
+
+
+_IDS = ("$id", "id")
 
 ANNOTATIONS = frozenset(("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated"))
 ANNOTATIONS |= {"description", "examples", "id", "readOnly", "title", "writeOnly"}

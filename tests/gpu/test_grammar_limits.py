@@ -13,11 +13,12 @@ import pytest
 
 from app.helper.process import MAX_WAITING, HelperProcess
 from core.errors import Overloaded, RequestError
-from core.grammar import GrammarSpec
+from core.grammar import GrammarKind, GrammarSpec
 from gpu.grammar import Compiler
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.limits import needs_trial
 from gpu.grammar.matchers import Matchers
+from gpu.grammar.schema import subschemas
 from gpu.grammar.stepper import Grammar
 from gpu.sample.rows import RowTokens
 from tests.rigs.grammars import decode, new_slot, table
@@ -335,6 +336,16 @@ DIVISORS: dict[str, tuple[Any, bool]] = {
     "cents": ({"type": "number", "multipleOf": 0.01}, True),
     "millions": ({"type": "integer", "multipleOf": 1_000_000}, True),
     "a power of two": ({"type": "integer", "multipleOf": 65_536}, True),
+    "where a reference leads": (
+        {"c": {"x": {"type": "integer", "multipleOf": 99_991}}, "$ref": "#/c/x"},
+        False,
+    ),
+    "where an escaped one leads": ({"c": {"x": {"multipleOf": 99_991}}, "$ref": "#/c/%78"}, False),
+    "where one below an id leads": (
+        {"properties": {"p": {"$id": "http://x/", "items": {"$ref": "#/c"}, "c": {"multipleOf": 99_991}}}},
+        False,
+    ),
+    "of hundreds of digits": ({"type": "integer", "multipleOf": 10**400 + 1}, False),
     "not a number": ({"type": "integer", "multipleOf": True}, False),
 }
 
@@ -363,7 +374,63 @@ async def test_what_intersections_and_divisors_keep_counts_in_the_cache(lasting:
     assert sizes[1] - sizes[0] > 4e6 and sizes[2] - sizes[0] > 1e6
 
 
+def levels(count: int, inner: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(count):
+        inner = {"items": inner}
+    return inner
+
+
+def branches(count: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {}
+    for each in patterns(count):
+        inner = {**each, "anyOf": [inner]}
+    return inner
+
+
+CHAIN = {str(at): levels(110, {"$ref": f"#/c/{at + 1}"} if at < 15 else {}) for at in range(16)}
+TRIED: dict[str, tuple[GrammarKind, Any]] = {
+    "references and levels": ("json_schema", {"c": CHAIN, "$ref": "#/c/0"}),
+    "required names": ("json_schema", {"required": [f"n{at}" for at in range(40_000)]}),
+    "a constant": ("json_schema", {"const": {f"n{at}": at for at in range(45_000)}}),
+    "patterns in branches": ("json_schema", branches(24)),
+    "patterns where a reference leads": ("json_schema", {"c": {"allOf": patterns(22)}, "$ref": "#/c"}),
+    "an intersection in a grammar": ("ebnf", "start: T\nT: /.*a.*/ & /.*b.*/"),
+    "regexes of a tag": ("lark", "\n".join(f"r{at}: /{'.?' * 2_000}/" for at in range(5))),
+}
+
+
+@pytest.mark.parametrize(("kind", "source"), TRIED.values(), ids=TRIED)
+def test_what_overflows_stacks_or_memory_is_tried(kind: GrammarKind, source: Any) -> None:
+    """The first three end the process that compiles them, the others take seconds and gigabytes."""
+    assert needs_trial(kind, source if isinstance(source, str) else json.dumps(source))
+
+
+@pytest.mark.parametrize("reference", ["./#/c/x", "json-schema:///#/c/x", "http://a/b#/c/x"])
+async def test_references_that_cannot_be_followed_are_refused(lasting: Compiler, reference: str) -> None:
+    schema = {"$id": "http://a/b", "c": {"x": {"type": "integer"}}, "$ref": reference}
+    with pytest.raises(RequestError, match=r"\$ref"):
+        await lasting.compile(GrammarSpec("json_schema", json.dumps(schema), "schema"))
+
+
+async def test_a_schema_within_a_grammar_is_refused(lasting: Compiler) -> None:
+    text = 'start: %json {"type": "integer", "multipleOf": 99991}'
+    with pytest.raises(RequestError, match="%json"):
+        await lasting.compile(GrammarSpec("ebnf", text, "grammar"))
+
+
+def test_long_names_are_not_copied_into_every_place() -> None:
+    schema = {"properties": {"n" * 250_000: {"properties": {str(at): {} for at in range(1_000)}}}}
+    assert sum(len(place.path) for place in subschemas(schema)) < 2e6
+
+
+FIELDS = {f"f{at}": {**each, "maxLength": 99} for at, each in enumerate(patterns(15))}
 COMMON: list[dict[str, Any]] = [
+    {
+        "$defs": {"base": {"type": "object", "properties": FIELDS}},
+        "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"g": {"type": "string", "minLength": 1}}}],
+    },
+    {"$defs": {"base": {"type": "object", "properties": FIELDS}}, "$ref": "#/$defs/base", "nullable": True},
+    {"type": "object", "anyOf": [{"properties": FIELDS}, {"properties": {"g": {"type": "null"}}}]},
     {"$defs": {"a": patterns(1)[0]}, "allOf": [{"$ref": "#/$defs/a"}], "description": "pydantic's"},
     {"$defs": {f"p{at}": each for at, each in enumerate(patterns(40))}, "$ref": "#/$defs/p3", "title": "x"},
     {"properties": {f"p{at}": {**each, "maxLength": 99} for at, each in enumerate(patterns(40))}},
