@@ -213,8 +213,8 @@ async def test_one_directory_has_one_server(tmp_path: Path) -> None:
 
 
 async def test_a_directory_that_cannot_be_is_a_clear_answer(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     async with Rig(tmp_path / "file" / "below") as rig:
+        (tmp_path / "file").write_text("")
         with pytest.raises(openai.InternalServerError, match="not usable"):
             await rig.client.files.list()
 
