@@ -81,8 +81,8 @@ OPENAI = Dialect(error=lambda fault, id: b"data: %b\n\n" % fault.body(), done=DO
 
 
 class _Response(web.StreamResponse):
-    """Its head is sent with the first event. Without this attribute of aiohttp, which its own `Response` sets
-    too, it would be sent at once."""
+    """A response whose head is sent with its first event. aiohttp sends the head at once, except where this
+    attribute is False, as in its own `Response`."""
 
     _send_headers_immediately = False
 

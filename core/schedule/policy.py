@@ -71,9 +71,9 @@ def by_priority(waiting: Waiting) -> Iterable[Request]:
 
 
 def _in_turn(waiting: Waiting, rank: Rank) -> Iterator[Request]:
-    """The least rank first. Of equal ones those that ran already or go on with an answer, then those of the
-    caller who was served least, counting what was planned since the one before was taken from here: with n
-    callers each request takes O(log n)."""
+    """Lowest rank first. Among equal ranks, requests that already ran or continue an answer come first, then
+    those of the caller who was served least, counting what was planned since the previous request was taken
+    from here. With n callers each request takes O(log n)."""
     heap: list[tuple[float, float, int, Request, Iterator[Request]]] = []
 
     def push(line: Iterator[Request]) -> None:

@@ -93,6 +93,7 @@ def constants(root: Json) -> int:
 
 
 def _joins(schema: Mapping[str, Json]) -> bool:
+    """Whether constraints of several places apply to the value that it describes."""
     parts = schema.get("allOf")
     count = len(parts) if isinstance(parts, list) else 0
     count += sum(key in schema for key in ("$ref", "anyOf", "oneOf"))
@@ -130,7 +131,7 @@ def kept_bytes(kind: str, text: str) -> int:
 
 
 def schemas(kind: str, text: str) -> Iterator[Json]:
-    """The schemas of a constraint: itself, or those of the rules of a Lark grammar."""
+    """Yield the schemas in a constraint: a JSON schema itself, or those in the rules of a Lark grammar."""
     if kind == "json_schema":
         yield decode(text)
     elif kind == "lark":

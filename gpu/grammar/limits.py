@@ -32,8 +32,8 @@ SIZES = {
 }
 
 
-_WITHOUT_FUEL = re.compile("[%&~]")
-"""In a grammar: intersections, complements and schemas, which are worked out before the fuel counts."""
+_OPERATORS = re.compile("[%&~]")
+"""In a grammar: intersections, complements and directives. The library's fuel does not limit them."""
 MAX_COST = 400_000
 """Microseconds that a compile in a thread may be expected to take. It cannot be stopped, but it releases the
 GIL and ends; the helper would compile the same first, for as long, after a start of seconds."""
@@ -43,11 +43,11 @@ thread's stack, which ends the process."""
 
 
 MAX_LEVELS = 1_000
-"""Levels from each reference to the next, added: the library follows them by recursion too, and 1,400 of
-properties overflow a thread's stack of 8 MB."""
+"""Maximum sum of the depths at which references stand. The library resolves them by recursion, and 1,400
+levels of properties overflow a thread's stack of 8 MB."""
 MAX_CONSTANTS = 4_000
 """Members of constants, and required names: 40,000 overflow it, 20,000 take 3 s and 95 MB."""
-MAX_LETTERS = 16 * 1024
+MAX_REGEXES = 16 * 1024
 """Bytes of all regexes of a structural tag: 110 KB of optional letters took 7.5 s and a gigabyte."""
 
 
@@ -71,7 +71,7 @@ def needs_trial(kind: str, text: str) -> bool:
         return True
     if kind == "lark":
         return _lark_needs_trial(text)
-    if kind == "ebnf" and _WITHOUT_FUEL.search(text):
+    if kind == "ebnf" and _OPERATORS.search(text):
         return True
     return kind == "json_schema" and schema_cost(decode(text)) > MAX_COST
 
@@ -80,7 +80,7 @@ def _lark_needs_trial(text: str) -> bool:
     """The same for rules of Lark, each a schema or letters."""
     bodies = (line.partition(": ")[2] for line in text.split("\n"))
     letters = [body for body in bodies if not body.startswith("%json ")]
-    if sum(map(len, letters)) > MAX_LETTERS or any(needs_trial("regex", body) for body in letters):
+    if sum(map(len, letters)) > MAX_REGEXES or any(needs_trial("regex", body) for body in letters):
         return True
     return sum(map(schema_cost, schemas("lark", text))) > MAX_COST
 

@@ -121,8 +121,9 @@ def values(root: Json, skipped: str | None = None) -> Iterator[Json]:
 
 
 def subschemas(root: Json) -> Iterator[Place]:
-    """Every subschema once, the root first: draft 4 to 2020-12 positions, and wherever a reference leads. One
-    below an id counts from there and from the root, since drafts differ."""
+    """Yield every subschema once, the root first: those in positions of drafts 4 to 2020-12, then those that
+    references lead to. Below an id a reference is resolved from that id's schema and from the root, since
+    drafts differ."""
     ahead: list[tuple[Place, Json]] = [(Place(root, "#"), root)]
     led, seen = list[tuple[str, Json]](), set[int]()
     while ahead or led:
@@ -161,7 +162,7 @@ def objects(root: Json) -> Iterator[tuple[dict[str, Json], str]]:
 
 
 def _pointed(root: Json, pointer: str) -> Json:
-    """What a JSON pointer leads to, None where nothing is."""
+    """Resolve a JSON pointer (`#/...`). None if it leads nowhere."""
     node = root
     for part in unquote(pointer[2:]).split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
