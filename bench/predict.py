@@ -38,6 +38,7 @@ from core.executor import Capabilities
 from core.plan import StepPlan, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
+from core.types import Ints
 from gpu.step.shapes import decode_sizes, fit, mixed_sizes
 
 Table = Mapping[int, float]
@@ -50,6 +51,12 @@ WHOLE = 8192
 """Token budget of a step on a GPU."""
 
 PAGES, PAGE, ROWS = 45_000, 16, 512
+
+NOTHING: Ints = np.zeros(0, np.int32)
+"""The history of a first turn."""
+
+Due = tuple[float, int, int, Ints]
+"""A request to be sent: when, its number, its turn and the history in front of it."""
 
 
 class StepTimes(NamedTuple):
@@ -144,41 +151,56 @@ class ClosedLoop:
             vocab_size=151_936,
             max_step_tokens=config.step_tokens,
             chunk_costs=device.costs(),
+            step_sizes=tuple(mixed_sizes(WHOLE)),
         )
         self._scheduler = Scheduler(capabilities, CacheManager(PAGES, PAGE), config, lambda: self.now)
         self._lengths = np.zeros(ROWS + 1, np.int64)
         self._rng = np.random.default_rng(0)
+        self._conversations: dict[str, tuple[int, Ints]] = {}
+        """Of each running request: its turn, from 1, and its prompt."""
         self._arrivals: dict[str, float] = {}
         self._last_token: dict[str, float] = {}
         self.ttfts: list[float] = []
         self.gaps: list[float] = []
-        self.tokens = 0
+        self.tokens = self.prompt_tokens = 0
 
     def run(self) -> None:
         """Run until the last request has finished."""
-        due = [0.004 * at / self._work.concurrency for at in range(self._work.concurrency)]
+        due: list[Due] = [
+            (0.004 * at / self._work.concurrency, at, 1, NOTHING) for at in range(self._work.concurrency)
+        ]
         sent, ended, in_flight = len(due), 0, list[tuple[float, float, StepPlan]]()
         while ended < self._work.requests:
-            while due and due[0] <= self.now:
-                self._ask(heapq.heappop(due))
+            while due and due[0][0] <= self.now:
+                at, _, turn, history = heapq.heappop(due)
+                self._ask(at, turn, history)
             while len(in_flight) < 2 and (plan := self._scheduler.plan()) is not None:
                 seconds = self._device.seconds(plan, self._keys(plan))
                 self._free = max(self._free, self.now) + seconds
                 in_flight.append((self._free, seconds, plan))
             if not in_flight:
-                self.now = due[0]
+                self.now = due[0][0]
                 continue
             self.now, seconds, plan = in_flight.pop(0)
-            over = self._apply(plan, seconds)
-            ended += over
-            for _ in range(min(over, self._work.requests - sent)):
-                heapq.heappush(due, self.now + TURN)
-                sent += 1
+            for request in self._apply(plan, seconds):
+                turn, prompt = self._conversations.pop(request.id)
+                number = len(self._arrivals) + len(due)
+                if turn < self._work.turns:
+                    history = np.concatenate([prompt, np.array(request.output, np.int32)])
+                    heapq.heappush(due, (self.now + TURN, number, turn + 1, history))
+                    continue
+                ended += 1
+                if sent < self._work.requests:
+                    heapq.heappush(due, (self.now + TURN, number, 1, NOTHING))
+                    sent += 1
 
-    def _ask(self, at: float) -> None:
-        prompt = self._rng.integers(1_000, 90_000, self._work.input_len, np.int32)
+    def _ask(self, at: float, turn: int, history: Ints) -> None:
+        added = self._rng.integers(1_000, 90_000, self._work.input_len, np.int32)
+        prompt = np.concatenate([history, added])
         request = Request(f"r{len(self._arrivals)}", prompt, SamplingParams(max_tokens=self._work.output_len))
         self._arrivals[request.id] = at
+        self._conversations[request.id] = turn, prompt
+        self.prompt_tokens += len(prompt)
         self._scheduler.add([request])
 
     def _keys(self, plan: StepPlan) -> int:
@@ -188,8 +210,8 @@ class ClosedLoop:
         self._lengths[plan.decode_slots] += 1
         return int(self._lengths[plan.decode_slots].sum())
 
-    def _apply(self, plan: StepPlan, seconds: float) -> int:
-        """Apply the result of `plan`. Returns how many requests finished."""
+    def _apply(self, plan: StepPlan, seconds: float) -> list[Request]:
+        """Apply the result of `plan`. Returns the requests that finished."""
         tokens = np.full(plan.num_samples, 7, np.int32)
         output = self._scheduler.apply(StepResult(plan.step, tokens, seconds=seconds))
         for request in output.requests:
@@ -199,7 +221,7 @@ class ClosedLoop:
                 self.ttfts.append(self.now - self._arrivals[request.id])
             self._last_token[request.id] = self.now
         self.tokens += len(output.tokens)
-        return len(output.ends)
+        return [output.requests[at] for at in output.ends]
 
 
 def figures(model: str, work: Workload, config: ScheduleConfig) -> dict[str, tuple[float, int]]:
@@ -208,7 +230,7 @@ def figures(model: str, work: Workload, config: ScheduleConfig) -> dict[str, tup
     loop.run()
     return {
         "out_tok_s": (loop.tokens / loop.now, 0),
-        "tot_tok_s": ((loop.tokens + work.requests * work.input_len) / loop.now, 0),
+        "tot_tok_s": ((loop.tokens + loop.prompt_tokens) / loop.now, 0),
         "ttft_ms": (1e3 * statistics.median(loop.ttfts), 0),
         "ttft_p95_ms": (1e3 * statistics.quantiles(loop.ttfts, n=20)[18], 0),
         "itl_ms": (1e3 * statistics.median(loop.gaps), 1),

@@ -48,6 +48,10 @@ step later; with fewer prompts this costs more than the padding."""
 BESIDE: Final = 64
 """Decode tokens from which a step is made shorter, since all their rows gain from that: it is cut to a padded
 size (`SEVERAL`), or has at most half of the tokens that it could hold (`room`)."""
+PROMPTS_PER_ROW: Final = 4
+"""Maximum number of prompts for each decode row where short prompts make a step shorter (`behind`). Where a
+wave of prompts meets a few rows, longer steps compute it sooner: without a maximum the 30B loses 1% of
+short512 (predicted)."""
 MOST_CUT: Final = 1 / 3
 """Largest share of a step's prompt tokens that is left for the next step."""
 
@@ -86,7 +90,7 @@ class ChunkBudget:
     of KV above all, is averaged over steps without chunks; and steps with chunks are compared with what was
     predicted for them. Without a target no cost is measured: seconds of steps without chunks and of a prompt
     token are averaged, and steps are short where prompts have less than `SMALL_SHARE`, beside many rows, and
-    where prompts are longer than a step.
+    where prompts are short or longer than a step.
 
     Owner: event loop.
     """
@@ -151,6 +155,24 @@ class ChunkBudget:
         rates = np.where((chunks > 0) & (seconds <= self._target), chunks / alone, 0.0)
         best = np.flatnonzero(rates > NEAR_BEST * rates.max())  # empty if no size fits
         return min(room, max(int(chunks[best[-1]]) if len(best) else 0, LEAST_CHUNK))
+
+    def behind(self, plan: PlanBuilder, prompt: int) -> int:
+        """Prompt tokens that a step may still take behind a prompt of `prompt` tokens that it computes to its
+        end.
+
+        Behind a short one, a step with fewer than `BESIDE` rows takes at most `HELD` seconds of prompts, so
+        that the first of several short prompts finish sooner and rows have shorter gaps. In turns48 the 8B's
+        p99 inter-token latency is 60 ms for 186 and its median first token comes after 0.27 s for 0.45, at
+        the same throughput. In c32 the first token comes after 0.26 s for 0.45, and the p99 is 54 ms for 12:
+        more steps have both, while the longest takes 0.05 s for 0.19.
+        """
+        held, rows = self._held_tokens(), plan.decode_tokens
+        beside = plan.prompts <= PROMPTS_PER_ROW * rows and rows < BESIDE
+        if not beside or prompt > held or self._sizes is not None or not self._share(plan):
+            return plan.room
+        at = bisect_right(self._padded, rows + held)
+        most = self._padded[at - 1] - rows if at else held
+        return min(plan.room, max(most - plan.prompt_tokens, 0))
 
     def _rows_unknown(self) -> bool:
         """Whether the next step must have no chunks, because the time of decode rows alone is unknown or was

@@ -133,6 +133,7 @@ class Prefills:
                 remaining.append((request, tokens))
                 break
             self._chunk(builder, request, tokens)
+            builder.room = self.budget.behind(builder, request.to_compute)
             done.append(request)
         least = remaining[0][0].priority if remaining else -math.inf
         others = chain(under_way, self._overtaking(builder, least))

@@ -540,6 +540,38 @@ def test_steps_beside_many_rows_or_of_long_prompts_have_half_of_the_tokens(
     h.check(sent)
 
 
+SHORT = 160
+"""Prompt tokens that take `HELD` seconds below."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompts", "length", "weight", "most"),
+    [
+        (8, 20, 40, 40.0, SHORT),
+        (8, 3, SHORT + 1, 40.0, 483),  # not short
+        (8, 4, 130, 40.0, SHORT),
+        (4, 20, 40, 40.0, 508),  # many prompts for the rows
+        (BESIDE - 4, 4, 100, 40.0, SHORT),
+        (BESIDE, 20, 40, 40.0, 256 - BESIDE),  # half of a step
+        (8, 20, 40, 0.0, 504),  # no weight
+    ],
+)
+def test_a_step_of_short_prompts_beside_some_rows_is_short(
+    rows: int, prompts: int, length: int, weight: float, most: int
+) -> None:
+    """The last prompt's rest is computed in the next step: texts equal the oracle's."""
+    h = Harness(pages=5_000, rows=100, step_tokens=512, prefill_weight=weight)
+    h.executor.seconds, h.executor.token_seconds = 1e-3, chunk_budget.HELD / SHORT
+    decoding(h, rows, 60)
+    before = len(h.executor.plans)
+    sent = [h.request(range(1_000 * i, 1_000 * i + length), 5) for i in range(1, prompts + 1)]
+    h.run()
+    taken = [plan.num_tokens - len(plan.decode_slots) for plan in h.executor.plans[before:]]
+    assert max(taken) == pytest.approx(most, abs=4), "to a page of 4"
+    for request in sent:
+        h.check(request)
+
+
 # -- padded step sizes ------------------------------------------------------------------
 
 
