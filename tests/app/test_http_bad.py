@@ -191,6 +191,7 @@ CASES: list[tuple[str, object, int, str | None]] = [
     (GENERATE, native(stop="x" * 2000), 400, "sampling_params.stop"),
     (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": -1}, 400, "top_logprobs_num"),
     (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": 999}, 400, "top_logprobs_num"),
+    (GENERATE, {"text": "a", "top_logprobs_num": -1}, 400, "top_logprobs_num"),
     (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": -2}, 400, "logprob_start_len"),
     (
         GENERATE,

@@ -545,22 +545,24 @@ SHORT = 160
 
 
 @pytest.mark.parametrize(
-    ("rows", "prompts", "length", "weight", "most"),
+    ("rows", "prompts", "length", "weight", "sizes", "most"),
     [
-        (8, 20, 40, 40.0, SHORT),
-        (8, 3, SHORT + 1, 40.0, 483),  # not short
-        (8, 4, 130, 40.0, SHORT),
-        (4, 20, 40, 40.0, 508),  # many prompts for the rows
-        (BESIDE - 4, 4, 100, 40.0, SHORT),
-        (BESIDE, 20, 40, 40.0, 256 - BESIDE),  # half of a step
-        (8, 20, 40, 0.0, 504),  # no weight
+        (8, 20, 40, 40.0, (), SHORT),
+        (8, 20, 40, 40.0, (64, 128, 256, 512), 128 - 8),  # a padded size
+        (8, 20, 40, 40.0, (256, 512), SHORT),  # all are larger
+        (8, 3, SHORT + 1, 40.0, (), 483),  # not short
+        (8, 4, 130, 40.0, (), SHORT),
+        (4, 20, 40, 40.0, (), 508),  # many prompts for the rows
+        (BESIDE - 4, 4, 100, 40.0, (), SHORT),
+        (BESIDE, 20, 40, 40.0, (), 256 - BESIDE),  # half of a step
+        (8, 20, 40, 0.0, (), 504),  # no weight
     ],
 )
 def test_a_step_of_short_prompts_beside_some_rows_is_short(
-    rows: int, prompts: int, length: int, weight: float, most: int
+    rows: int, prompts: int, length: int, weight: float, sizes: tuple[int, ...], most: int
 ) -> None:
     """The last prompt's rest is computed in the next step: texts equal the oracle's."""
-    h = Harness(pages=5_000, rows=100, step_tokens=512, prefill_weight=weight)
+    h = Harness(pages=5_000, rows=100, step_tokens=512, sizes=sizes, prefill_weight=weight)
     h.executor.seconds, h.executor.token_seconds = 1e-3, chunk_budget.HELD / SHORT
     decoding(h, rows, 60)
     before = len(h.executor.plans)

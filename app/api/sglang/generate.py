@@ -207,14 +207,14 @@ def _ids(rid: str | list[str] | None, prompts: int) -> list[str]:
 
 
 def _logprobs(body: NativeBody, loaded: Loaded) -> dict[str, int | str | tuple[int, ...]]:
-    if not body.return_logprob:
-        return {}
     top = body.top_logprobs_num or 0
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
     if top < 0:
         raise field_error("top_logprobs_num", "must not be negative")
     if start < -1:
         raise field_error("logprob_start_len", "must be at least -1")
+    if not body.return_logprob:
+        return {}
     named = tuple(body.token_ids_logprob or ())
     fields: dict[str, int | str | tuple[int, ...]] = {"logprobs": top, "logprob_ids": named}
     if loaded.card.sampling.logprobs_mode == "raw_logprobs":
