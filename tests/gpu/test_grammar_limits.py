@@ -395,6 +395,11 @@ TRIED: dict[str, tuple[GrammarKind, Any]] = {
     "patterns in branches": ("json_schema", branches(24)),
     "patterns where a reference leads": ("json_schema", {"c": {"allOf": patterns(22)}, "$ref": "#/c"}),
     "an intersection in a grammar": ("ebnf", "start: T\nT: /.*a.*/ & /.*b.*/"),
+    "a long pattern": ("json_schema", {"items": {"pattern": "a" * 9_000}}),
+    "optional parts of a pattern": ("json_schema", {"pattern": f"^{'.?' * 2_000}$"}),
+    "optional parts of a name": ("json_schema", {"patternProperties": {".?" * 2_000: {}}}),
+    "optional parts of a regex": ("regex", ".?" * 2_000),
+    "optional parts in a grammar": ("ebnf", f"start: T\nT: /{'.?' * 2_000}/"),
     "regexes of a tag": ("lark", "\n".join(f"r{at}: /{'.?' * 2_000}/" for at in range(5))),
 }
 
@@ -436,6 +441,8 @@ COMMON: list[dict[str, Any]] = [
     {"properties": {f"p{at}": {**each, "maxLength": 99} for at, each in enumerate(patterns(40))}},
     {"allOf": [{"properties": {"a": each, "b": each}} for each in patterns(5)]},
     {"anyOf": patterns(40)},
+    {"pattern": f"^({'|'.join(f'word{at}' for at in range(700))})$"},
+    {"properties": {f"p{at}": {"pattern": "^[^@]+@[^@]+(\\.[a-z]{2,})*$"} for at in range(300)}},
 ]
 
 
