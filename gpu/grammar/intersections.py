@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Final
 
-from gpu.grammar.schema import ANNOTATIONS, MAX_PATH, Json, decode, objects, refuse, values
+from gpu.grammar.copies import COPY_BYTES, copies
+from gpu.grammar.schema import MAX_PATH, Json, decode, joins, objects, refuse, values
 
 MOST_STRINGS: Final = 12
 """String constraints that are intersected without a trial: 14 patterns take 0.01 s and 3 MB, 17 take 0.1 s
@@ -36,7 +37,7 @@ def meeting_strings(root: Json) -> int:
     stands for the whole schema."""
     below: dict[int, tuple[str, dict[str, Json]]] = {}
     for joint, _ in objects(root):
-        if _joins(joint) and id(joint) not in below:
+        if joins(joint) and id(joint) not in below:
             below |= _named(joint)
     if any("$ref" in schema for _, schema in below.values()):
         below = _named(root)
@@ -61,7 +62,7 @@ def drop_large_divisors(root: Json, lenient: bool) -> list[str]:
     """Remove each `multipleOf` whose automaton, or that with others that may meet it, would have more than
     `MOST_STATES` states, and return their descriptions. Where it is not `lenient`, raises `Refused`."""
     dropped, states = [], 1
-    joint = any(_joins(schema) for schema, _ in objects(root))
+    joint = any(joins(schema) for schema, _ in objects(root))
     for schema, path in list(objects(root)):
         together = math.lcm(states, period(schema)) if joint else period(schema)
         if together <= MOST_STATES:
@@ -92,15 +93,6 @@ def constants(root: Json) -> int:
     return count
 
 
-def _joins(schema: Mapping[str, Json]) -> bool:
-    """Whether constraints of several places apply to the value that it describes."""
-    parts = schema.get("allOf")
-    count = len(parts) if isinstance(parts, list) else 0
-    count += sum(key in schema for key in ("$ref", "anyOf", "oneOf"))
-    own = schema.keys() - ANNOTATIONS - {"allOf", "$ref", "anyOf", "oneOf", "type"}
-    return count > 0 and count + bool(own) > 1
-
-
 def _strings(schema: Mapping[str, Json]) -> int:
     count = sum(isinstance(schema.get(key), str) for key in _OF_STRINGS)
     return count + (not _LENGTHS.isdisjoint(schema))
@@ -120,13 +112,13 @@ def period(schema: Mapping[str, Json]) -> int:
 
 
 def kept_bytes(kind: str, text: str) -> int:
-    """Memory that a compiled constraint keeps for intersections and divisors, roughly."""
+    """Memory that a compiled constraint keeps for intersections, divisors and copies, roughly."""
     total = 0
     for schema in schemas(kind, text):
         met = meeting_strings(schema)
         total += (256 << min(met, _DOUBLED)) if met else 0
         total += sum(500 * states for each, _ in objects(schema) if (states := period(each)) > 1)
-        total += 5_000 * constants(schema)
+        total += 5_000 * constants(schema) + COPY_BYTES * copies(schema)
     return total
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from gpu.grammar.copies import COPY_COST, copies
 from gpu.grammar.intersections import MOST_STRINGS, constants, meeting_strings, period, schemas
 from gpu.grammar.schema import MAX_DEPTH, MAX_PATH, Json, Refused, decode, subschemas
 from gpu.grammar.xgrammar_backend import check_tag, is_light
@@ -125,7 +126,7 @@ def schema_cost(root: Json) -> int:
         or constants(root) > MAX_CONSTANTS
         or meeting_strings(root) > MOST_STRINGS
     )
-    return MAX_COST + 1 if endless else cost
+    return MAX_COST + 1 if endless else cost + COPY_COST * copies(root)
 
 
 def _patterns(schema: Mapping[str, Json]) -> Iterator[str]:

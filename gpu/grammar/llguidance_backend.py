@@ -174,7 +174,7 @@ class LlguidanceBackend:
         stops = self._stops
         return [
             # The library takes a stop id from a matcher that failed in `fill`: half an answer would end well.
-            None if ok and not (token in stops and state.is_error()) else _reason(state.get_error())
+            None if ok and not (token in stops and state.is_error()) else reason(state.get_error())
             for ok, state, token in zip(moved, states, tokens, strict=True)
         ]
 
@@ -186,13 +186,15 @@ class LlguidanceBackend:
 
 def _check(state: LLMatcher) -> None:
     if state.is_error():
-        raise Refused(f"{_reason(state.get_error())}.")
+        raise Refused(f"{reason(state.get_error())}.")
 
 
-def _reason(error: str) -> str:
+def reason(error: str) -> str:
     """The library's message without its state, on one line."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     text = "; ".join(line for line in lines if line).rstrip(".;")
+    if text.startswith("panic"):  # an assertion in the library, and its stack
+        return "the constraint is too large or too complex"
     return "nothing can follow" if text in ("", "NoExtensionBias") else text[:400]
 
 
@@ -246,7 +248,7 @@ def _schema(text: str, lenient: bool) -> Source:
     try:
         return Source(LLMatcher.grammar_from_json_schema(_to_json(schema), overrides=options), tuple(dropped))
     except ValueError as error:
-        raise Refused(f"The schema cannot be read: {_reason(str(error))}.") from error
+        raise Refused(f"The schema cannot be read: {reason(str(error))}.") from error
 
 
 def _inner_schema(part: SchemaPart, dropped: list[str]) -> str:

@@ -129,7 +129,7 @@ def subschemas(root: Json) -> Iterator[Place]:
     while ahead or led:
         if not ahead:  # last: a place is named by its position, if it has one
             pointer, resource = led.pop()
-            found = ((base, _pointed(base, pointer)) for base in (resource, root))
+            found = ((base, pointed(base, pointer)) for base in (resource, root))
             ahead += ((Place(each, pointer[:MAX_PATH]), base) for base, each in found if each is not None)
             continue
         (schema, path), resource = ahead.pop()
@@ -139,12 +139,13 @@ def subschemas(root: Json) -> Iterator[Place]:
         if isinstance(schema, Mapping):
             seen.add(id(schema))
             resource = schema if any(isinstance(schema.get(key), str) for key in _IDS) else resource
-            ahead += ((place, resource) for place in _below(schema, path[:MAX_PATH]))
+            ahead += ((place, resource) for place in below(schema, path[:MAX_PATH]))
             if isinstance(target := schema.get("$ref"), str) and target.startswith("#/"):
                 led.append((target, resource))
 
 
-def _below(schema: Mapping[str, Json], path: str) -> Iterator[Place]:
+def below(schema: Mapping[str, Json], path: str) -> Iterator[Place]:
+    """Yield the subschemas that stand directly in `schema`, which is at `path`."""
     for key, found in schema.items():
         if key not in _POSITIONS:
             continue
@@ -161,7 +162,7 @@ def objects(root: Json) -> Iterator[tuple[dict[str, Json], str]]:
     return ((schema, path) for schema, path in subschemas(root) if isinstance(schema, dict))
 
 
-def _pointed(root: Json, pointer: str) -> Json:
+def pointed(root: Json, pointer: str) -> Json:
     """Resolve a JSON pointer (`#/...`). None if it leads nowhere."""
     node = root
     for part in unquote(pointer[2:]).split("/"):
@@ -292,6 +293,15 @@ def _min_properties_too_large(schema: Mapping[str, Json]) -> bool:
     least, required = schema.get("minProperties", 0), schema.get("required")
     sure = max(len(required), 1) if isinstance(required, list) else 1
     return isinstance(least, int | float) and least > sure
+
+
+def joins(schema: Mapping[str, Json]) -> bool:
+    """Whether constraints of several places apply to the value that it describes."""
+    parts = schema.get("allOf")
+    count = len(parts) if isinstance(parts, list) else 0
+    count += sum(key in schema for key in ("$ref", "anyOf", "oneOf"))
+    own = schema.keys() - ANNOTATIONS - {"allOf", "$ref", "anyOf", "oneOf", "type"}
+    return count > 0 and count + bool(own) > 1
 
 
 def refuse(keyword: str, path: str, why: str = "is not supported") -> None:

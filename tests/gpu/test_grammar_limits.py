@@ -16,7 +16,9 @@ from core.errors import Overloaded, RequestError
 from core.grammar import GrammarKind, GrammarSpec
 from gpu.grammar import Compiler
 from gpu.grammar.cache import GrammarCache, Key, Refusal
+from gpu.grammar.intersections import kept_bytes
 from gpu.grammar.limits import needs_trial
+from gpu.grammar.llguidance_backend import reason
 from gpu.grammar.matchers import Matchers
 from gpu.grammar.schema import subschemas
 from gpu.grammar.stepper import Grammar
@@ -387,6 +389,22 @@ def branches(count: int) -> dict[str, Any]:
     return inner
 
 
+def fields(count: int, value: Any = True) -> dict[str, Any]:
+    return {"properties": {f"f{at}": value for at in range(count)}}
+
+
+def followed(count: int, beside: dict[str, Any]) -> dict[str, Any]:
+    """So many references to an object of as many fields."""
+    return {"$defs": {"b": fields(count)}} | fields(count, {"$ref": "#/$defs/b", **beside})
+
+
+def in_levels(count: int, deep: int) -> dict[str, Any]:
+    """Objects whose fields are references to the next, which may be null."""
+    made = [fields(count, {"$ref": f"#/$defs/{at + 1}", "nullable": True}) for at in range(deep)]
+    return {"$defs": {str(at): each for at, each in enumerate([*made, {}])}, "$ref": "#/$defs/0"}
+
+
+IDS = {"$defs": {str(at): {"$id": f"http://a/{at}", "c": {}} for at in range(200)}}
 CHAIN = {str(at): levels(110, {"$ref": f"#/c/{at + 1}"} if at < 15 else {}) for at in range(16)}
 TRIED: dict[str, tuple[GrammarKind, Any]] = {
     "references and levels": ("json_schema", {"c": CHAIN, "$ref": "#/c/0"}),
@@ -395,6 +413,11 @@ TRIED: dict[str, tuple[GrammarKind, Any]] = {
     "patterns in branches": ("json_schema", branches(24)),
     "patterns where a reference leads": ("json_schema", {"c": {"allOf": patterns(22)}, "$ref": "#/c"}),
     "an intersection in a grammar": ("ebnf", "start: T\nT: /.*a.*/ & /.*b.*/"),
+    "references beside properties": ("json_schema", followed(100, fields(1))),
+    "references beside a type": ("json_schema", followed(100, {"type": "object"})),
+    "references that may be null": ("json_schema", in_levels(20, 3)),
+    "branches beside properties": ("json_schema", {"anyOf": [{}] * 100, **fields(100)}),
+    "references below many ids": ("json_schema", {"$ref": "#/$defs/1/c", "type": "null", **IDS}),
     "a long pattern": ("json_schema", {"items": {"pattern": "a" * 9_000}}),
     "optional parts of a pattern": ("json_schema", {"pattern": f"^{'.?' * 2_000}$"}),
     "optional parts of a name": ("json_schema", {"patternProperties": {".?" * 2_000: {}}}),
@@ -408,6 +431,17 @@ TRIED: dict[str, tuple[GrammarKind, Any]] = {
 def test_what_overflows_stacks_or_memory_is_tried(kind: GrammarKind, source: Any) -> None:
     """The first three end the process that compiles them, the others take seconds and gigabytes."""
     assert needs_trial(kind, source if isinstance(source, str) else json.dumps(source))
+
+
+@pytest.mark.parametrize("schema", [followed(40, fields(1)), in_levels(10, 3)])
+def test_the_cache_counts_what_copies_keep(schema: dict[str, Any]) -> None:
+    """40 references to 40 fields keep 10 MB, and the text has 4 KB."""
+    assert 5e6 < kept_bytes("json_schema", json.dumps(schema)) < 30e6
+
+
+def test_an_assertion_of_the_library_is_no_reason() -> None:
+    panic = "panic: assertion failed: symbols.len() < u16::MAX\n<backtrace>\n  0: <unknown>"
+    assert reason(panic) == "the constraint is too large or too complex"
 
 
 @pytest.mark.parametrize("reference", ["./#/c/x", "json-schema:///#/c/x", "http://a/b#/c/x"])
@@ -441,6 +475,9 @@ COMMON: list[dict[str, Any]] = [
     {"properties": {f"p{at}": {**each, "maxLength": 99} for at, each in enumerate(patterns(40))}},
     {"allOf": [{"properties": {"a": each, "b": each}} for each in patterns(5)]},
     {"anyOf": patterns(40)},
+    followed(50, {"description": "a title, a default and the like constrain nothing", "default": None}),
+    {"$defs": {"b": fields(50)}} | fields(50, {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}),
+    followed(20, {"nullable": True}),
     {"pattern": f"^({'|'.join(f'word{at}' for at in range(700))})$"},
     {"properties": {f"p{at}": {"pattern": "^[^@]+@[^@]+(\\.[a-z]{2,})*$"} for at in range(300)}},
 ]
