@@ -111,7 +111,7 @@ class Traffic:
             self.harness.loads_at_once = self.rng.random() < 0.3
             executor = self.harness.executor
             executor.seconds = self.rng.choice([0.0, 1e-3, 8e-3])
-            executor.token_seconds = self.rng.choice([0.0, 1e-4, 1e-2])
+            executor.token_seconds = self.rng.choice([0.0, 1e-4, 3e-3, 1e-2])
             self.harness.turn()
             self.harness.clock.now += self.rng.choice([0.0, PATIENCE])
             self.harness.scheduler.check_integrity()
@@ -122,7 +122,11 @@ class Traffic:
 @pytest.mark.parametrize(
     ("seed", "drafts"), [(seed, drafts) for seed in range(SEEDS) for drafts in (0, (1, 3, 7)[seed % 3])]
 )
-def test_every_request_ends_and_every_text_is_the_oracles(seed: int, drafts: int) -> None:
+def test_every_request_ends_and_every_text_is_the_oracles(
+    seed: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seed % 2:  # short prompts beside some rows make steps shorter, not many rows
+        monkeypatch.setattr(chunk_budget, "BESIDE", 6)
     traffic = Traffic(seed, drafts)
     traffic.play(120)
     h = traffic.harness
