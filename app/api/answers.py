@@ -37,6 +37,8 @@ _ANSWERS: Mapping[type[msgspec.Struct], Callable[[Any, Loaded], Awaitable[dict[s
 async def answer(body: Any, loaded: Loaded) -> dict[str, Any]:
     """What the endpoint of a decoded body answers, with vectors as arrays. `stream` is ignored. Raises
     `core.errors`."""
+    if getattr(body, "stream", None):
+        body = msgspec.structs.replace(body, stream=None)
     return await _ANSWERS[type(body)](body, selected(loaded, body.model, getattr(body, "lora_path", None)))
 
 

@@ -119,7 +119,9 @@ class Batches:
         if self._work is not None and self._work.batch.id == id:
             return await self._work.cancel()
         now = int(time.time())
-        batch = msgspec.structs.replace(batch, status="cancelled", cancelling_at=now, cancelled_at=now)
+        batch = msgspec.structs.replace(batch, status="cancelling", cancelling_at=now)
+        if batch.in_progress_at is None:  # it has no results: `Work` need not publish any
+            batch = msgspec.structs.replace(batch, status="cancelled", cancelled_at=now)
         await self.store.run(lambda disk: disk.put_batch(owner, batch))
         return batch
 
@@ -137,7 +139,10 @@ class Batches:
                     owner, batch = found
                     self._work = Work(owner, batch, self.store, self._answers, service, capacity)
                     # It may have been cancelled on disk before it became `_work`.
-                    if (await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))).active:
+                    stored = await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))
+                    if stored.status == "cancelling":
+                        self._work.batch = stored
+                    if stored.active:
                         with acting(Permit(self._keys.owner(owner))):
                             await self._attempt(self._work)
                     self._work = None

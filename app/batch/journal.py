@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -14,6 +15,10 @@ from app.batch.records import Batch, Counts, Usage, UsagePart
 
 SYNC_LINES = 32
 """Lines between two fsyncs: a power cut loses at most these, and they run again."""
+
+
+FIRST = b'{"id":"batch_req_'
+"""With which each record begins."""
 
 
 class Tally:
@@ -58,6 +63,11 @@ class Journal:
         self._unsynced = 0
         # Unbuffered: no part of a failed write may be written later.
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", 0)
+        try:
+            lock(self._file, path)
+        except OSError:
+            self._file.close()
+            raise
         with path.open("rb") as written:
             self._whole = _add_lines(written, tally)
         self._file.truncate(self._whole)
@@ -113,6 +123,24 @@ def _add_lines(file: IO[bytes], tally: Tally) -> int:
     return whole
 
 
+def lock(file: IO[bytes], path: Path) -> None:
+    """Lock a journal until it is closed. Raises `BlockingIOError` where another process has it: each would
+    write what the other has written, or write to a file that the other has replaced."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another process writes to it", str(path)) from None
+    except OSError:
+        return  # a file system without locks
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a file is empty or begins with a record of a line, which a crash may have cut off."""
+    with path.open("rb") as file:
+        first = file.readline(len(FIRST))
+        return FIRST.startswith(first) or _read(first + file.readline()) is not None
+
+
 def drop_failed(path: Path) -> int:
     """Remove the records of failed lines from a journal that is not open, so that they run again; returns how
     many. Other records stay byte for byte. After a crash there is either the old file or the new one."""
@@ -120,14 +148,16 @@ def drop_failed(path: Path) -> int:
         return 0
     dropped = 0
     kept = path.with_name(f"{path.name}.retry")
-    with path.open("rb") as old, os.fdopen(os.open(kept, _NEW, 0o600), "wb") as new:
-        for line in old:
-            if (entry := _read(line)) is not None and not entry.answered:
-                dropped += 1
-            else:
-                new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
+    with path.open("rb") as old:
+        lock(old, path)
+        with os.fdopen(os.open(kept, _NEW, 0o600), "wb") as new:
+            for line in old:
+                if (entry := _read(line)) is not None and not entry.answered:
+                    dropped += 1
+                else:
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
     if dropped:
         os.replace(kept, path)
     else:

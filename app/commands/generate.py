@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from app import logs
 from app.api.answers import ANSWERS
-from app.batch.journal import Journal, Tally, drop_failed
+from app.batch.journal import Journal, Tally, drop_failed, is_journal
 from app.batch.lines import BadLine, Line, answered, bad, failed, parse_line, read_lines, unanswered
 from app.offline import LLM
 from app.process import INTERRUPTED
@@ -36,6 +36,7 @@ def run(config: Config, flags: GenerateFlags) -> int:
     logs.set_up("warning")
     source, results = Path(flags.input).expanduser(), Path(flags.output).expanduser()
     tally = Tally()
+    _check_files(source, results)
     try:
         total = sum(1 for _ in read_lines(source))
         if retried := drop_failed(results):
@@ -56,6 +57,19 @@ def run(config: Config, flags: GenerateFlags) -> int:
         journal.close()
 
 
+def _check_files(source: Path, results: Path) -> None:
+    """Raise `ConfigError` for what cannot be read twice, and for an output that is none of this command's,
+    whose last line would be cut off."""
+    for file in (source, results):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ConfigError(f"cannot use {file}: it must be a regular file, which can be read twice.")
+    if results.is_file():
+        if source.exists() and results.samefile(source):
+            raise ConfigError(f"--input and --output are the same file, {results}. Name another --output.")
+        if not is_journal(results):
+            raise ConfigError(f"--output {results} has other lines than results. Name another file.")
+
+
 class Generation:
     """One run over a file. Owner: its own event loop."""
 
@@ -72,15 +86,24 @@ class Generation:
         done = len(self._tally.ids)
         with tqdm(total=total, initial=min(done, total), unit="line", disable=None) as bar:
             workers = min(concurrency or self._llm.window, max(total, 1))
-            async with asyncio.TaskGroup() as group:
-                for _ in range(workers):
-                    group.create_task(self._work(lines, bar))
+            await self._work_together(workers, lines, bar)
         tally = self._tally
         print(f"{tally.completed} lines answered, {tally.failed} failed", file=sys.stderr)
         if self._llm.failure is not None:
             print(f"stopped early, the engine failed: {self._llm.failure}", file=sys.stderr)
             return 1
         return int(tally.failed > 0)
+
+    async def _work_together(self, workers: int, lines: Iterator[tuple[int, bytes]], bar: Any) -> None:
+        """Raises `ConfigError` when a file cannot be read or written, as on a full disk."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(workers):
+                    group.create_task(self._work(lines, bar))
+        except* OSError as failed:
+            first = next(error for error in failed.exceptions if isinstance(error, OSError))
+            reason = first.strerror or first
+            raise ConfigError(f"stopped at a file: {reason}. Run the same command to continue.") from first
 
     async def _work(self, lines: Iterator[tuple[int, bytes]], bar: Any) -> None:
         """One of several workers that share `lines`."""

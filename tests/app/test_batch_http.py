@@ -322,3 +322,26 @@ async def test_a_fault_of_the_server_fails_its_batch_and_no_other(
         if stage == "_publish":
             assert "a" in await rig.records(failed.output_file_id)
         assert done.status == "completed" and ran >= 2
+
+
+async def test_cancelling_before_the_model_is_loaded_keeps_what_is_done(tmp_path: Path) -> None:
+    async with Rig(tmp_path, auto=False) as rig:
+        batch = await rig.submit([line(f"l{i}", 3, prompt=f"prompt {i}") for i in range(40)])
+        await until(lambda: rig.scheduler.running > 0)
+        async with asyncio.timeout(PATIENCE):
+            while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 5:  # type: ignore[union-attr]
+                await rig.step()
+        await rig.batches.stop()  # as while a server drains, and before the next one is ready
+        assert (await rig.client.batches.cancel(batch.id)).status == "cancelling"
+    async with Rig(tmp_path) as again:
+        done = await again.ended(batch.id)
+        assert done.status == "cancelled"
+        assert done.request_counts is not None and 5 <= done.request_counts.completed < 40
+        assert len(await again.records(done.output_file_id)) == done.request_counts.completed
+
+
+async def test_a_line_that_asks_for_a_stream_has_a_whole_answer(tmp_path: Path) -> None:
+    async with Rig(tmp_path) as rig:
+        done = await rig.ended((await rig.submit([chat_line("a", stream=True)], CHAT)).id)
+        (answer,) = (await rig.records(done.output_file_id)).values()
+        assert answer["response"]["body"]["object"] == "chat.completion"

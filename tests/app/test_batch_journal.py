@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.batch import lines
-from app.batch.journal import Journal, Tally, drop_failed
+from app.batch.journal import Journal, Tally, drop_failed, is_journal
 from app.batch.lines import answered, check_input, failed, read_lines, unanswered
 from app.commands.generate import for_model
 from core.errors import ContextExceeded, Overloaded, RequestError
@@ -45,6 +45,32 @@ def test_a_journal_remembers(tmp_path: Path) -> None:
     again = Tally()
     Journal(path, again).close()
     assert (again.ids, again.failed) == ({"a", "b", "c"}, 2)
+
+
+def test_a_journal_has_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    journal = Journal(path, Tally())
+    journal.append(failed("a", RequestError("no")))
+    for write in (lambda: Journal(path, Tally()), lambda: drop_failed(path)):
+        with pytest.raises(OSError, match="another process writes to it"):
+            write()
+    journal.close()
+    assert drop_failed(path) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        (b"", True),
+        (b'{"id":"ba', True),
+        (answered("a", 200, {}), True),
+        (b"my notes", False),
+        (b"{}\n", False),
+    ],
+)
+def test_a_journal_is_known_by_its_beginning(tmp_path: Path, text: bytes, ours: bool) -> None:
+    (tmp_path / "out").write_bytes(text)
+    assert is_journal(tmp_path / "out") is ours
 
 
 @pytest.mark.parametrize("keep", [1, 10, -1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -164,3 +165,15 @@ def test_a_wrong_command_is_one_line_of_error(arguments: list[str], words: str, 
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("loom: error:") and words in last
     assert "Traceback" not in ended.stderr
+
+
+def test_files_that_would_be_lost_are_refused(model: Path, tmp_path: Path) -> None:
+    source, notes = tmp_path / "in.jsonl", tmp_path / "notes"
+    source.write_text('{"prompt": "a"}')
+    notes.write_text("no newline")
+    pipe, new = tmp_path / "pipe", tmp_path / "new"
+    os.mkfifo(pipe)
+    for given, output in ((source, source), (source, notes), (source, pipe), (pipe, new)):
+        ended = run_to_end("generate", "--input", str(given), "--output", str(output), *flags(model))
+        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert (source.read_text(), notes.read_text()) == ('{"prompt": "a"}', "no newline")
