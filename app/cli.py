@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from app import logs
 from app.commands import check_config, models
 from app.flags import BAD_USAGE, did_you_mean
-from app.process import INTERRUPTED, check_temporary_folder, invocation, leave
+from app.process import INTERRUPTED, check_temporary_folder, invocation, leave, open_standard_files
 from app.settings import (
     make_models_parser,
     make_parser,
@@ -32,6 +32,7 @@ from core.errors import ConfigError
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command: `serve` where none is named. Exits with 0 on success, 1 when the engine or a line
     failed, 2 for a wrong configuration."""
+    open_standard_files()
     words = sys.argv[1:] if argv is None else argv
     try:
         code = _run(words)

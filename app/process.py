@@ -76,6 +76,17 @@ def leave(code: int) -> NoReturn:
     os._exit(code)  # a normal exit would free torch's objects one by one, for 0.6 s
 
 
+def open_standard_files() -> None:
+    """Open those of the files 0, 1 and 2 that the caller closed: sockets would get their numbers, which
+    libuv aborts on when it closes one."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
+    for file, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(file, mode, closefd=False))
+
+
 def check_temporary_folder() -> None:
     """Raise `ConfigError` unless the temporary folder is writable: torch, triton and others use it, some as
     they are imported, and would fail with a traceback."""

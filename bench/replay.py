@@ -37,6 +37,8 @@ _OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)": ?([0-9
 _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens|prompt_eval_count)": ?([0-9]{1,12})')
 _ERROR = re.compile(rb'"type": ?"(?:error|response\.failed)"|^(?:data: )?\{"error"', re.MULTILINE)
 _PATH = re.compile(r"/[!-~]*")
+_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
+"""Of a header: what HTTP takes, as the server took it."""
 _SKIPPED = ("Content-Type", "User-Agent", "Traceparent")
 """Headers that are the replay's own, or would extend a trace that has ended."""
 
@@ -124,7 +126,7 @@ def _decoded(line: bytes, where: str) -> Accepted | Ended:
     if isinstance(found, Accepted) and not (
         found.method == "POST"
         and _PATH.fullmatch(found.path)
-        and all(name.isascii() and value.isprintable() for name, value in found.headers.items())
+        and all(name.isascii() and _VALUE.fullmatch(value) for name, value in found.headers.items())
     ):
         raise ValueError(f"{where} is not of a dump: its method, path or a header cannot be sent")
     return found

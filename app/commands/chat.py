@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -124,6 +125,8 @@ def _read() -> str | None:
             print()
         except EOFError:
             return None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the input is not UTF-8: {error}.") from error
 
 
 # -- an engine of its own --------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ class _Remote:
     async def _answer(self, messages: list[Message], write: Write) -> None:
         body = {"model": self.name, "messages": messages, "stream": True, **self._fields}
         with _as_remote_error():
-            async with self._session.post("/v1/chat/completions", json=body) as response:
+            async with self._session.post("v1/chat/completions", json=body) as response:
                 await _check(response)
                 async for line in response.content:
                     if line.startswith(b"data: {"):
@@ -197,8 +200,12 @@ async def _session(url: str, key: str) -> aiohttp.ClientSession:
     base = "http://localhost" if socket else url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url} must begin with http://, https:// or {UNIX}")
+    try:
+        _ = urlsplit(base).port  # it is checked as it is read
+    except ValueError as error:
+        raise ConfigError(f"--url {url}: {error}.") from error
     return aiohttp.ClientSession(
-        base,
+        f"{base}/",
         connector=aiohttp.UnixConnector(socket) if socket else None,
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=aiohttp.ClientTimeout(sock_connect=10),  # an answer may take as long as it does
@@ -208,7 +215,7 @@ async def _session(url: str, key: str) -> aiohttp.ClientSession:
 
 async def _name(session: aiohttp.ClientSession) -> str:
     with _as_remote_error():
-        async with session.get("/v1/models") as response:
+        async with session.get("v1/models") as response:
             await _check(response)
             return str((await response.json())["data"][0]["id"])
 
@@ -219,6 +226,8 @@ def _as_remote_error() -> Iterator[None]:
         yield
     except (aiohttp.ClientError, OSError, msgspec.DecodeError, LookupError, ValueError) as error:
         raise RemoteError(str(error) or type(error).__name__) from error
+    except (TypeError, AttributeError) as error:
+        raise RemoteError(f"it does not answer as OpenAI's API: {error}") from error
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
@@ -227,7 +236,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         text = await response.text()
         with contextlib.suppress(msgspec.DecodeError, LookupError, TypeError):
             text = _fields(text)["error"]["message"]
-        raise RemoteError(f"{response.status}: {text[:1000]}")
+        raise RemoteError(f"{response.status}: {str(text)[:1000]}")
 
 
 def _write_event(event: dict[str, Any], write: Write) -> None:

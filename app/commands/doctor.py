@@ -87,7 +87,9 @@ def _port(config: Config) -> Iterable[str]:
     serve = config.serve
     tls(serve)
     if serve.uds:
-        return [_writable(Path(serve.uds).parent, "--uds")]
+        if not (folder := Path(serve.uds).parent).is_dir():
+            raise ConfigError(f"--uds {serve.uds}: its directory does not exist. Create that.")
+        return [_writable(folder, "--uds")]
     with bind(serve.host, serve.port) as listener:
         listener.listen()
         host, port = listener.getsockname()[:2]

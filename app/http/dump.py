@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from app.http.report import Report
+from app.http.report import Report, readable
 from app.process import begin
 from core.errors import ConfigError
 
@@ -115,7 +115,7 @@ class Dump:
         self._count += 1
         report.key = f"{self._prefix}-{self._count}"
         request = report.request
-        headers = {name: _text(request.headers[name]) for name in HEADERS if name in request.headers}
+        headers = {name: readable(request.headers[name]) for name in HEADERS if name in request.headers}
         line = Accepted(
             key=report.key,
             at=report.created,
@@ -240,12 +240,6 @@ def encoded(line: Accepted | Ended, body: bytes) -> Iterator[bytes]:
         text = decoder.decode(body[at : at + SLICE], at + SLICE >= len(body))
         yield msgspec.json.encode(text)[1:-1]
     yield b'"}\n'
-
-
-def _text(sent: str) -> str:
-    """With U+FFFD for bytes that are not UTF-8. aiohttp passes them as surrogates, and encoding these as JSON
-    would raise in the writer's thread and end it."""
-    return sent.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _ms(seconds: float) -> float:

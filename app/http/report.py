@@ -140,6 +140,12 @@ class Report(Usage, kw_only=True):
         return FinishReason.ERROR.value in self.finishes
 
 
+def readable(sent: str) -> str:
+    """A header with U+FFFD for bytes that are not UTF-8. aiohttp passes them as surrogates, which nothing
+    encodes."""
+    return sent.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def _earlier(known: float, time: float) -> float:
     return min(known or time, time or known)
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
+from aiohttp import web
 from opentelemetry import propagate, trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -15,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.util.types import AttributeValue
 
 from app.http.keys import REQUEST_ID
-from app.http.report import Report
+from app.http.report import Report, readable
 from app.process import VERSION, begin
 from core.request import SamplingParams
 
@@ -23,6 +24,21 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 3.0
 """Seconds that the end of the server waits for the last spans."""
+
+
+class HeaderGetter:
+    """OpenTelemetry's `Getter` of a request's headers, without surrogates, on which propagators raise."""
+
+    def get(self, carrier: web.Request, key: str) -> list[str] | None:
+        """The values of a header."""
+        return [readable(value) for value in carrier.headers.getall(key, ())] or None
+
+    def keys(self, carrier: web.Request) -> list[str]:
+        """The names of all."""
+        return list(carrier.headers)
+
+
+_GETTER = HeaderGetter()
 
 
 class Spans:
@@ -51,7 +67,7 @@ class Spans:
 
     def ended(self, report: Report) -> None:
         """See `Reporter.ended`."""
-        context = propagate.extract(report.request.headers)
+        context = propagate.extract(report.request, getter=_GETTER)
         span = self._tracer.start_span(
             f"{report.operation} {report.model[:200] or report.served}".rstrip(),
             context,

@@ -248,3 +248,20 @@ async def _lines(form: FormStream) -> int:
     while await form.readline():
         count += 1
     return count
+
+
+async def test_a_name_that_is_not_utf8_and_a_long_expiry_leave_no_file(tmp_path: Path) -> None:
+    async with Rig(tmp_path) as rig:
+        form = (
+            b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            b'--B\r\nContent-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n%b\r\n'
+            b'--B\r\nContent-Disposition: form-data; name="file"; filename="\xff.jsonl"\r\n\r\n'
+            b"{}\r\n--B--\r\n"
+        )
+        headers = {"Content-Type": "multipart/form-data; boundary=B"}
+        data = form % b"0000000036009999999999999999999"
+        async with rig.http.post("/v1/files", data=data, headers=headers) as answer:
+            assert answer.status == 400
+        assert kept(tmp_path) == []
+        async with rig.http.post("/v1/files", data=form % b"3600", headers=headers) as answer:
+            assert (answer.status, (await answer.json())["filename"]) == (200, "\ufffd.jsonl")

@@ -112,6 +112,14 @@ async def test_the_callers_trace_goes_on_where_it_is_sampled(server: Server, col
     assert all(phase.trace == TRACE for phase in collector.below(span))
 
 
+async def test_headers_that_are_not_utf8_cost_no_request(server: Server) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2}
+    for name in ("baggage", "traceparent", "tracestate"):
+        headers = {name: "\udcff=a"}  # the byte 0xff
+        async with server.http.post("/v1/completions", json=body, headers=headers) as response:
+            assert response.status == 200
+
+
 async def test_samplers_and_names_are_set_by_the_standard_variables(
     start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,17 @@ async def test_errors_are_counted_and_shown(
     assert "1 x stream error: The device was lost." in capsys.readouterr().out
 
 
+async def test_headers_are_replayed_as_the_server_took_them(start: Start, tmp_path: Path) -> None:
+    server = await start(ServeConfig(dump_requests=str(tmp_path / "dump")))
+    for value in ("a\tb", "\udcff", "\u00a0", "\u200b"):
+        body = {"prompt": [5, 6], "max_tokens": 1}
+        async with server.http.post("/v1/completions", json=body, headers={"X-Session-Id": value}) as answer:
+            assert answer.status == 200
+    for reporter in server.app[REPORTERS]:
+        await reporter.close()
+    assert len(load([tmp_path / "dump"])) == 4
+
+
 async def test_requests_keep_their_distance(start: Start, tmp_path: Path) -> None:
     server = await start(ServeConfig(dump_requests=str(tmp_path / "dump")))
     await recorded(server, [ASKED[1]] * 3)

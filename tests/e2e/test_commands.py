@@ -123,3 +123,17 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_standard_files_that_the_caller_closed_are_opened(closed: int) -> None:
+    """Else a socket gets the number, and libuv aborts the process when it closes it."""
+    code = "import os; from app.process import open_standard_files as act; act(); os._exit(os.open('/', 0))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=lambda: os.close(closed))
+    assert done.returncode > 2
+
+
+def test_doctor_looks_for_the_directory_of_a_socket(model: Path, tmp_path: Path) -> None:
+    done = run("doctor", *flags(model), "--uds", str(tmp_path / "no" / "s"))
+    assert done.returncode != 0
+    assert "its directory does not exist" in done.stdout + done.stderr

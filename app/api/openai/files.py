@@ -31,6 +31,7 @@ from app.batch.records import FileRecord
 from app.batch.store import Disk, Page, Store
 from app.http.errors import HttpError
 from app.http.form import read_form
+from app.http.report import readable
 from app.http.tenant import tenant
 from core.errors import BodyTooLarge, RequestError, field_error
 
@@ -116,7 +117,7 @@ class Upload:
             if not isinstance(part, BodyPartReader):
                 raise RequestError("Forms do not nest.")
             if part.name == "file" and self._name is None:
-                self._name = (part.filename or "upload.jsonl")[:MAX_NAME]
+                self._name = readable(part.filename or "upload.jsonl")[:MAX_NAME]
                 await self._take(part)
             elif part.name and part.name != "file" and len(self._fields) < MAX_FIELDS:
                 self._fields[part.name] = await self._field(part)
@@ -146,7 +147,7 @@ class Upload:
             path = disk.path(f"{self._id}.part").rename(disk.path(self._id))
             try:
                 disk.add_file(self._owner, record)
-            except sqlite3.Error:  # or the file would have no record
+            except (sqlite3.Error, ValueError, OverflowError):  # or the file would have no record
                 path.unlink()
                 raise
             self._release(disk)
@@ -208,7 +209,7 @@ class Upload:
         text = self._fields.get("expires_after[seconds]")
         if text is None:
             return None
-        if not (text.isascii() and text.isdigit() and 3600 <= int(text[:12]) <= 2592000):
+        if not (text.isascii() and text.isdigit() and len(text) <= 12 and 3600 <= int(text) <= 2592000):
             raise field_error("expires_after", "takes 3600 to 2592000 seconds")
         return now + int(text)
 
