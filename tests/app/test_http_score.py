@@ -39,6 +39,14 @@ async def test_scores_are_the_labels_probabilities(server: Server, path: str) ->
     assert body["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("field", ["rid", "request_id"])
+async def test_the_clients_id_is_that_of_the_jobs(server: Server, field: str) -> None:
+    """So that an abort by it reaches them."""
+    status, _ = await server.post("/v1/score", {**ASKED, field: "mine"})
+    assert status == 200
+    assert {run.job.id.partition("-")[0] for run in server.engine.runs} == {"mine"}
+
+
 async def test_softmax_shares_among_the_labels(server: Server) -> None:
     _, body = await server.post("/v1/score", {**ASKED, "apply_softmax": True})
     total = told(10) + told(50)
@@ -111,6 +119,7 @@ async def test_cached_tokens_count_once_an_item(server: Server) -> None:
         ({"priority": 2**40}, "priority"),
         ({"cache_salt": "x" * 300}, "cache_salt"),
         ({"apply_softmax": "yes"}, "apply_softmax"),
+        ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
     ],
 )
 async def test_errors_name_the_field(server: Server, change: dict[str, Any], param: str) -> None:

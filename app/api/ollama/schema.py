@@ -35,7 +35,17 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     format: Any = None
     options: OllamaOptions | None = None
     think: bool | str | None = None
+    logprobs: Any = None
+    top_logprobs: Any = None
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        self._refuse("logprobs", "top_logprobs")
+
+    def _refuse(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name):
+                raise field_error(name, "is not supported", "unsupported")
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -56,9 +66,8 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     images: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("suffix", "template", "images"):
-            if getattr(self, name):
-                raise field_error(name, "is not supported", "unsupported")
+        super().__post_init__()
+        self._refuse("suffix", "template", "images")
 
 
 class OllamaShowBody(msgspec.Struct, kw_only=True):

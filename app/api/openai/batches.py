@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from aiohttp import web
 
@@ -11,7 +13,7 @@ from app.api.request.routing import AFTER, LISTED, Routes, limited, page
 from app.batch.store import Page
 from app.http.body import decoded
 from app.http.tenant import tenant
-from core.errors import field_error
+from core.errors import field_error, unsupported
 
 ROUTES = Routes()
 
@@ -23,6 +25,7 @@ class BatchBody(msgspec.Struct, kw_only=True):
     endpoint: str | None = None
     completion_window: str | None = None
     metadata: dict[str, str] | None = None
+    output_expires_after: Any = None
 
 
 @ROUTES.add(
@@ -36,6 +39,8 @@ async def create(request: web.Request) -> object:
         raise field_error("input_file_id", "is missing")
     if body.endpoint not in batches.endpoints:
         raise field_error("endpoint", f"must be one of {', '.join(batches.endpoints)}")
+    if body.output_expires_after:
+        raise unsupported("output_expires_after", "delete the output file when you have it")
     check_metadata(body.metadata)
     window = body.completion_window or "24h"
     return await batches.create(tenant(), body.input_file_id, body.endpoint, window, body.metadata)

@@ -28,13 +28,15 @@ from app.api.request.schema import Int
 from app.http.aside import aside
 from app.http.reply import long_response
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import RequestError, unsupported
 from core.types import Floats
 
 ROUTES = Routes()
 VECTORS = "id object created model data usage"
 
 FORMATS = ("float", "base64")
+_ENCODED = {"embed_dtype": ("float32",), "endianness": ("little", "native")}
+"""How vectors are encoded, by vLLM's fields."""
 
 
 class EmbeddingBody(PoolBody, kw_only=True):
@@ -49,6 +51,9 @@ class EmbeddingBody(PoolBody, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     lora_path: str | None = None
+    normalize: bool | None = None
+    embed_dtype: str | None = None
+    endianness: str | None = None
 
 
 class PoolingBody(EmbeddingBody, kw_only=True):
@@ -70,7 +75,7 @@ async def embeddings(request: web.Request, body: EmbeddingBody, loaded: Loaded) 
 async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, object]:
     """The answer, with vectors as numpy arrays. Raises `RequestError` naming the field."""
     loaded.card.check_task("embed", "generate")
-    check_format(body)
+    check_format(body, loaded)
     inputs = await encoded_inputs(body, loaded)
     pooled = await run_pooled(inputs, body, "embd", loaded)
     encoded = await encoded_vectors(body, await unit(pooled.vectors, loaded.card.pooling, body.dimensions))
@@ -83,7 +88,7 @@ async def pooling(request: web.Request, body: PoolingBody, loaded: Loaded) -> we
     """For each input a vector, a vector for each token, or scores of classes."""
     card = loaded.card
     task = body.task or ("classify" if card.task == "classify" else "embed")
-    check_format(body)
+    check_format(body, loaded)
     inputs = await encoded_inputs(body, loaded)
     if task in ("classify", "score"):
         card.check_task("classify")
@@ -103,10 +108,15 @@ async def pooling(request: web.Request, body: PoolingBody, loaded: Loaded) -> we
     return await long_response(request, data_list(pooled, data, loaded))
 
 
-def check_format(body: EmbeddingBody) -> None:
-    """Raise `RequestError` for an unknown `encoding_format`."""
+def check_format(body: EmbeddingBody, loaded: Loaded) -> None:
+    """Raise `RequestError` for vectors of another kind than they are here."""
     if body.encoding_format not in (None, *FORMATS):
         raise RequestError(f"'encoding_format' must be one of {', '.join(FORMATS)}.", "encoding_format")
+    for name, known in _ENCODED.items():
+        if getattr(body, name) not in (None, *known):
+            raise unsupported(name, f"vectors are {known[0]}")
+    if body.normalize not in (None, loaded.card.pooling.normalize):
+        raise unsupported("normalize", "the checkpoint says whether vectors are")
 
 
 async def encoded_inputs(body: EmbeddingBody, loaded: Loaded) -> list[Input]:

@@ -19,7 +19,7 @@ from app.api.pooling.rerank import SIDES, PairBody, score_pairs
 from app.api.request.prompts import Prompt, check_ids, split_prompts
 from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available, job_id, priority, root_key
-from app.api.request.schema import Int
+from app.api.request.schema import Int, refuse
 from app.engine.job import Job, Run
 from app.http.tenant import tenant
 from app.ids import random_hex
@@ -121,6 +121,7 @@ def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
         if getattr(body, name) is None or (name != "query" and not getattr(body, name)):
             raise RequestError(f"'{name}' is missing or empty.", name)
     assert body.query is not None and body.items and body.label_token_ids
+    refuse(body, {"truncate_prompt_tokens": "items are scored whole"})
     labels, (items, _) = body.label_token_ids, split_prompts(body.items, "items")
     if len(items) * len(labels) > MAX_CHOICES:  # before anything is allocated
         raise RequestError(
@@ -129,7 +130,9 @@ def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
     check_ids(labels, loaded.card.vocab_size, "label_token_ids")
     _check_items(body.query, items, loaded.card.vocab_size)
     base = Job(
-        id=f"score-{random_hex(32)}",
+        id=job_id(
+            body.rid or body.request_id, f"score-{random_hex(32)}", "rid" if body.rid else "request_id"
+        ),
         prompt="",
         max_tokens=0,
         seed=0,
@@ -245,6 +248,7 @@ async def _in_tokens(body: GenerativeBody, loaded: Loaded) -> ScoreBody:
         apply_softmax=body.apply_softmax is not False,
         item_first=body.item_first,
         priority=body.priority,
+        request_id=body.request_id,
     )
 
 

@@ -69,9 +69,24 @@ _SHARED = tuple(
 )
 
 
+_ELSEWHERE = {"max_tokens": "send 'max_output_tokens'"} | dict.fromkeys(
+    (
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "return_prompt_token_ids",
+        "return_prompt_text",
+    ),
+    "/v1/chat/completions has it",
+)
+"""Fields of chat for which a response has no place."""
+
+
 def check_body(body: ResponsesBody) -> None:
     """Raise `RequestError` for unsupported fields and values."""
     refuse(body, {"prompt": "send 'input'", "conversation": "send 'input'"})
+    _check_place(body)
     for name in ("return_hidden_states", "return_entropy", "return_sampling_mask", "return_routed_experts"):
         if getattr(body, name):
             raise field_error(name, "is not supported here: /generate has it", "unsupported")
@@ -89,6 +104,12 @@ def check_body(body: ResponsesBody) -> None:
     if body.background and body.store is False:
         raise field_error("background", "needs 'store': the answer could not be fetched")
     check_metadata(body.metadata)
+
+
+def _check_place(body: ResponsesBody) -> None:
+    refuse(body, _ELSEWHERE)
+    if body.n not in (None, 1):
+        raise unsupported("n", "a response has one answer")
 
 
 def chat_body(body: ResponsesBody, messages: list[Item], id: str) -> ChatBody:
