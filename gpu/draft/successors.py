@@ -30,8 +30,9 @@ class Successors:
             return
         found = np.full(len(self._tokens), -1, np.int32)
         for at, chunk in enumerate(plan.chunks):
-            if not chunk.samples:
-                found[at] = self._texts[chunk.slot][chunk.start + len(chunk.tokens)]
+            text, end = self._texts[chunk.slot], chunk.start + len(chunk.tokens)
+            if not chunk.samples and end < len(text):  # the end of a prompt without output
+                found[at] = text[end]
         self._tokens.copy_(upload(found, self._tokens.device))
         self._any = bool((found >= 0).any())
 

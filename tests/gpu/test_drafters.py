@@ -12,20 +12,23 @@ import torch
 
 from app.engine.job import Job
 from core.models import DraftSpec, ModelSpec, read_draft
-from core.plan import NewSlot, StepPlan
+from core.plan import Chunk, NewSlot, StepPlan
 from core.request import SamplingParams
+from core.types import NO_TOKENS
 from gpu.build import spec_of
 from gpu.draft.drafter import Drafter, StepOutcome
+from gpu.draft.successors import Successors
 from gpu.draft.tree import Tree
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.state.tables import SlotTables
 from tests.rigs import draft_heads, drafters, tiny_model
+from tests.rigs.arrays import ints
 from tests.rigs.draft_jobs import Engines, engines_of
 from tests.rigs.drafting import PAGE, SAMPLES, Drafts
 from tests.rigs.naive_heads import Naive
-from tests.rigs.runner import Rig
+from tests.rigs.runner import GREEDY, Rig
 from tests.rigs.tiny_model import VOCAB, Tiny
 
 LENGTHS = [2, 12, 16, 61, 90, 7, 130]
@@ -251,3 +254,13 @@ async def test_a_tree_has_the_likeliest_paths(
                 assert survival[node - 1] == pytest.approx(share, rel=1e-2, abs=1e-6)
                 deep += len(path) == tree.steps
     assert deep > 10
+
+
+def test_nothing_stands_behind_a_prompt_without_output() -> None:
+    """Its last chunk samples nothing, as one does that ends inside a prompt."""
+    prompts = {1: ints([5, 6]), 2: ints([7, 8, 9])}
+    new = tuple(NewSlot(slot, GREEDY, prompt, NO_TOKENS, 0) for slot, prompt in prompts.items())
+    chunks = (Chunk(1, 0, ints([5, 6]), False), Chunk(2, 0, ints([7, 8]), False))
+    successors = Successors(4, torch.device("cpu"))
+    successors.prepare(StepPlan(0, NO_TOKENS, chunks, new))
+    assert successors._tokens.tolist() == [-1, 9, -1, -1]

@@ -68,6 +68,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "banned": {"allowed_ids": tuple(range(4, 200))},
     "hidden of the output": {"sampling": SamplingParams(hidden="output", logprobs=1)},
     "embeds": {"embeds": np.random.default_rng(1).normal(size=(19, 64)).astype(np.float32)},
+    "no token": {"max_tokens": 0, "sampling": SamplingParams(prompt_logprobs=1)},
+    "a state alone": {"max_tokens": 0, "sampling": SamplingParams(hidden="last")},
 }
 HOSTS_OWN = {"processor", "processor that raises"}
 """The host changes logits between their tokens: drafts are not for them."""
