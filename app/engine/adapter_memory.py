@@ -70,7 +70,7 @@ class AdapterMemory(Shielded):
                 await self._engine.commands.carry_out("adapter_read", use.info.path, adapter=id)
             except RequestError as error:
                 log.warning("adapter %s at %s: %s", use.info.name, use.info.path, error)
-                del self._host[id]
+                await self._drop(id)  # some ranks may have it
                 raise
 
     async def free(self, id: str) -> None:

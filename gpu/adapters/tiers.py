@@ -71,9 +71,10 @@ class AdapterTiers:
         return lambda: self._copy(buffer, place, before)
 
     def drop(self, adapter: str) -> None:
-        """Free the adapter's host memory; its place on the device stays as it is. Raises `ConfigError`."""
-        self._free.append(self._find(adapter))
-        del self._buffers[adapter]
+        """Free the adapter's host memory, if it has any: another rank may have read it alone. Its place on
+        the device stays as it is."""
+        if (buffer := self._buffers.pop(adapter, None)) is not None:
+            self._free.append(buffer)
 
     def close(self) -> None:
         """Unpin; nothing may be under way."""

@@ -364,6 +364,25 @@ def test_a_command_that_one_node_alone_refuses_ends_all(model: Path, monkeypatch
     assert "a command was carried out by some ranks alone: there is no file" in failure(pair)
 
 
+def test_an_adapter_that_one_node_alone_refuses_ends_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of(model)
+    pair.first.prepare(lambda share: None)
+    for executor, error in ((pair.first, None), (pair.second, "there is no file.")):
+        runner: Any = executor._workers[0]._runner  # type: ignore[attr-defined]
+        monkeypatch.setattr(runner, "carry_out", lambda command, error=error: CommandDone(command.id, error))
+    answers: list[object] = []
+    arrived = threading.Event()
+    pair.first.start(arrived.set)
+    pair.first.command(Command(id=1, action="adapter_read"))
+    assert arrived.wait(PATIENCE)
+    answers += pair.first.results()
+    assert answers == [CommandDone(1, "there is no file. Others could: it must lie on every node.")]
+    pair.first.close()
+    pair.ended.result(PATIENCE)
+
+
 class Wrong(NamedTuple):
     """A step that has another result than it had."""
 

@@ -178,7 +178,7 @@ class FakeExecutor:
                 assert 0 <= command.place < self._capabilities.adapters.places
                 self.placed[command.place] = command.adapter
             case "adapter_drop":
-                del self.host[command.adapter]
+                self.host.pop(command.adapter, None)
         return None
 
     def results(self) -> list[StepResult | StepFailure | CommandDone]:
