@@ -244,6 +244,9 @@ def table_in_files(directory: Path) -> FileRows | None:
     if len(found) != 1:
         return None
     (path, name) = found[0]
+    with open_file(path) as checked:  # its header is not to be trusted before
+        if name not in set(checked.keys()):
+            raise ModelError(f"{path} lacks {name}, which the index says that it has: fetch it again.")
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         entry = json.loads(file.read(size))[name]

@@ -59,9 +59,14 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that took their own start out of the base model's weights."""
 
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
-_REPEATED = re.compile(r"[*+{]")
+_REPEATED = re.compile(r"[*+{]|(?<![(*+?}])\?")
 _MOST_REPEATED = 3
+_LITERAL = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
+"""What may hold signs of a pattern without meaning them."""
+_MOST_CHOICES = 64
+"""Ways through the alternatives of all groups: each may be tried with each other."""
 _LONGEST_PATTERN = 256
+_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 class _Config(msgspec.Struct):
@@ -121,6 +126,7 @@ def _match(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
             len(pattern) > _LONGEST_PATTERN
             or _REPEATED_GROUP.search(pattern)
             or len(_REPEATED.findall(pattern)) > _MOST_REPEATED
+            or _choices(pattern) > _MOST_CHOICES
         ):
             raise ModelError(f"the pattern {pattern[:_LONGEST_PATTERN]!r} repeats too much")
         try:
@@ -129,6 +135,19 @@ def _match(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
         except re.error as error:
             raise ModelError(f"the pattern {pattern!r} is no regular expression: {error}") from error
     return otherwise
+
+
+def _choices(pattern: str) -> int:
+    """Ways through the alternatives of a pattern's groups, or more."""
+    ways, groups = 1, [1]
+    for sign in _LITERAL.sub("x", pattern):
+        if sign == "(":
+            groups.append(1)
+        elif sign == "|" and len(groups) > 1:
+            groups[-1] += 1
+        elif sign == ")" and len(groups) > 1:
+            ways *= groups.pop()
+    return ways
 
 
 class _Place(NamedTuple):
@@ -274,6 +293,8 @@ class _Reader:
         outputs, inputs = sum(own.shape[0] for own in slices), slices[0].shape[1]
         if place.flat:
             a, b = _unflatten(a, b, shape.experts, (inputs, outputs))
+        if odd := {a.dtype, b.dtype}.difference(_DTYPES):
+            raise ModelError(f"{module} is {odd.pop()}, factors have 16, 32 or 64 bits of a float")
         rank = a.shape[-2] if a.dim() > 1 else 0
         for factor, size in ((a, (rank, inputs)), (b, (outputs, rank))):
             of_all = shape.experts and place.expert < 0

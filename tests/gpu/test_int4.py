@@ -26,6 +26,7 @@ from gpu.quant.int4 import restore
 from gpu.shard import ALONE, Shard
 from gpu.weight_formats import choose_fp8, choose_int4, shard_spec
 from gpu.weights import load_model
+from gpu.weights.files import table_in_files
 from tests.rigs import int8_files, lora, tiny_model
 from tests.rigs.driver import Answer, Driver
 from tests.rigs.int4_files import (
@@ -352,6 +353,25 @@ def test_a_bias_of_a_layer_that_has_none(tmp_path: Path) -> None:
     change(path, f"{LAYER}.bias", torch.ones(128))
     with pytest.raises(ModelError, match=rf"not part of this architecture: {LAYER}\.bias"):
         load_model(held(path), path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("damage", ["empty", "pointer", "cut", "another"])
+def test_a_damaged_shard_of_the_embedding_is_named(damage: str, tmp_path: Path) -> None:
+    """Its rows stay in the file, whose header is read apart from the other weights."""
+    path = tiny_model.build("llama", tmp_path, **WIDE).path
+    quantise(path, KINDS["awq"])
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = path / index["model.embed_tokens.weight"]
+    other = next(path / name for name in index.values() if name != shard.name)
+    found = {
+        "empty": b"",
+        "pointer": b"version https://git-lfs.github.com/spec/v1\n",
+        "cut": shard.read_bytes()[:50],
+        "another": other.read_bytes(),
+    }
+    shard.write_bytes(found[damage])
+    with pytest.raises(ModelError, match=shard.name):
+        table_in_files(path)
 
 
 # -- what is refused, before anything is read ---------------------------------------------------------
