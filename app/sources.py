@@ -74,6 +74,8 @@ def _from_file(parser: Parser, path: str) -> Given:
         label = f"{path}: {key}"
         if key == "config":
             parser.refuse(label, "a file cannot name another one")
+        if key in ("help", "version"):
+            parser.refuse(label, "belongs on the command line")
         given.update(parser.read(_words(parser, flag(key), value), label))
     return given
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from pathlib import Path
 from typing import Literal
@@ -56,6 +57,13 @@ class Disk(Database):
             check_disk_full(error)
             raise Unavailable(
                 f"The directory for files and batches is not usable: {error.strerror}. See --data-dir."
+            ) from error
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):  # a full disk, a lock
+                raise
+            raise Unavailable(
+                f"The list of files and batches, {root / 'store.sqlite'}, is damaged: {error}. Restore it, "
+                "or move it away to begin anew."
             ) from error
 
     def _open(self) -> None:

@@ -219,6 +219,16 @@ async def test_a_directory_that_cannot_be_is_a_clear_answer(tmp_path: Path) -> N
             await rig.client.files.list()
 
 
+async def test_a_damaged_list_of_files_is_a_clear_answer(tmp_path: Path) -> None:
+    async with Rig(tmp_path) as rig:
+        await rig.upload(b"{}\n")
+    (tmp_path / "store.sqlite").write_bytes(b"no database" * 1_000)
+    async with Rig(tmp_path) as rig:
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match=r"store\.sqlite, is damaged"):
+                await rig.client.files.list()
+
+
 async def test_files_can_be_sent_before_the_model_is_there(start: Start) -> None:
     server = await start(ready=False)
     form = aiohttp.FormData({"purpose": "batch"})

@@ -96,6 +96,7 @@ def test_switches_are_1_or_0(text: str, value: bool, monkeypatch: pytest.MonkeyP
         ("radix-cache: maybe", ["radix-cache", "maybe"]),
         ("speculative-config: {method: ngram, tokens: 3}", ["speculative-config", "tokens"]),
         ("config: other.yaml", ["a file cannot name another one"]),
+        ("version: true", ["belongs on the command line"]),
     ],
 )
 def test_an_error_names_the_file_and_the_key(
