@@ -90,7 +90,7 @@ def _joins(schema: Mapping[str, Json]) -> bool:
 
 def _branches(schema: Mapping[str, Json]) -> int:
     listed = (schema.get(key) for key in _BRANCHES)
-    return max((len(each) for each in listed if isinstance(each, list)), default=1)
+    return max([1, *(len(each) for each in listed if isinstance(each, list))])
 
 
 def _references(schema: Mapping[str, Json]) -> Iterator[Json]:

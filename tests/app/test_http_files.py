@@ -219,6 +219,21 @@ async def test_a_directory_that_cannot_be_is_a_clear_answer(tmp_path: Path) -> N
             await rig.client.files.list()
 
 
+async def test_content_that_cannot_be_sent_is_a_clear_answer(tmp_path: Path) -> None:
+    async with Rig(tmp_path) as rig:
+        path = f"/v1/files/{await rig.upload(b'{}')}/content"
+        async with rig.http.get(path, headers={"Range": "bytes=abc"}) as answer:
+            assert answer.status == 416
+            assert "bytes=FIRST-LAST" in (await answer.json())["error"]["message"]
+        async with rig.http.get(path, headers={"Range": "bytes=1-1"}) as answer:
+            assert (answer.status, await answer.read()) == (206, b"}")
+        (kept,) = (tmp_path / "files").iterdir()
+        kept.unlink()
+        async with rig.http.get(path) as answer:
+            assert answer.status == 404
+            assert "is gone" in (await answer.json())["error"]["message"]
+
+
 async def test_a_damaged_list_of_files_is_a_clear_answer(tmp_path: Path) -> None:
     async with Rig(tmp_path) as rig:
         await rig.upload(b"{}\n")

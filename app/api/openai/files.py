@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from aiohttp import BodyPartReader, web
@@ -33,7 +34,7 @@ from app.http.errors import HttpError
 from app.http.form import read_form
 from app.http.report import readable
 from app.http.tenant import tenant
-from core.errors import BodyTooLarge, RequestError, field_error
+from core.errors import BodyTooLarge, NotFound, RequestError, field_error
 
 ROUTES = Routes()
 FILE = "id object bytes filename purpose"
@@ -246,10 +247,21 @@ async def file(request: web.Request) -> object:
 async def content(request: web.Request) -> web.StreamResponse:
     """One file's bytes."""
     id, owner = request.match_info["id"], tenant()
-    path = await request.app[BATCHES].store.run(lambda disk: disk.path(disk.file(owner, id).id))
+    path = await request.app[BATCHES].store.run(lambda disk: _content(disk, owner, id))
+    try:
+        _ = request.http_range
+    except ValueError as error:
+        raise HttpError(416, "The header 'Range' must be 'bytes=FIRST-LAST'.", "bad_range") from error
     # As an attachment without a type: a browser must not render what a client uploaded.
     headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
     return web.FileResponse(path, headers=headers)
+
+
+def _content(disk: Disk, owner: str, id: str) -> Path:
+    path = disk.path(disk.file(owner, id).id)
+    if not path.is_file():
+        raise NotFound(f"The content of the file {id!r} is gone from the server's disk.", "file_id")
+    return path
 
 
 @ROUTES.add("DELETE /v1/files/{id}", has=DELETED)
