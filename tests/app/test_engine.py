@@ -233,7 +233,7 @@ async def test_steps_of_prompts_alone_hold_no_tokens_back(tokenizer: Tokenizer) 
 
 def test_events_have_more_tokens_the_busier_the_loop_is() -> None:
     interval, now, used, seen = StreamInterval(5.0, 1.0), 5.0, 1.0, []
-    for share in (0.2, 0.7, 0.5, 0.7, 0.9, 1.0, 0.35, 0.2, 0.0, 0.0):
+    for share in (0.2, 0.7, 0.5, 0.7, 0.9, 1.0, 0.5, 0.4, 0.2, 0.0):
         now, used = now + 0.25, used + 0.25 * share
         seen.append(interval.measure(now, used))
     assert seen == [1, 2, 2, 3, 3, 3, 3, 2, 1, 1]

@@ -616,7 +616,8 @@ async def test_a_streamed_answer_leaves_nothing_to_the_collector(
     featured: Server, path: str, leaves: bool
 ) -> None:
     """Its objects are freed when it ends: a collection of those of many requests would stop every stream."""
-    body = {"model": "org/tiny", "max_tokens": 200 if leaves else 9, "stream": True, **STREAMED[path]}
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": "org/tiny", most: 200 if leaves else 9, "stream": True, **STREAMED[path]}
 
     async def once() -> None:
         async with featured.http.post(path, json=body) as response:

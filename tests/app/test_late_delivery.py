@@ -10,7 +10,6 @@ import pytest
 from app.engine.backlog import SLICE, SLICE_TOKENS
 from app.engine.job import TextOptions
 from app.engine.loop import BACKLOG
-from app.engine.stream_interval import StreamInterval
 from app.text.tokenizer import Tokenizer
 from core.schedule.scheduler import NOT_FINITE
 from core.types import NAN_TOKEN, Finish, FinishReason
@@ -263,14 +262,3 @@ async def test_gaps_between_tokens_are_those_of_clients(tokenizer: Tokenizer) ->
     assert sum(gaps.counts) == sum(events) - 2 == 8
     assert gaps.total == pytest.approx(8 * 0.01)
     await end(bench, deliver)
-
-
-def test_a_busy_loop_sends_the_tokens_of_more_steps_as_one_event() -> None:
-    """Shares of a core in one measurement after the other, and the steps of an event behind each."""
-    shares = [0.5, 0.7, 0.7, 0.7, 0.5, 0.4, 0.5, 0.4, 0.1, 0.7]
-    interval, used = StreamInterval(0.0, 0.0), 0.0
-    found = []
-    for second, share in enumerate(shares, 1):
-        used += share
-        found.append(interval.measure(second, used))
-    assert found == [1, 2, 3, 3, 3, 2, 2, 1, 1, 2]
