@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -124,21 +125,26 @@ def _add_lines(file: IO[bytes], tally: Tally) -> int:
 
 
 def lock(file: IO[bytes], path: Path) -> None:
-    """Lock a journal until it is closed. Raises `BlockingIOError` where another process has it: each would
-    write what the other has written, or write to a file that the other has replaced."""
+    """Lock a journal until it is closed. Raises `BlockingIOError` where another process has it, or has
+    replaced it since it was opened: each would write what the other has written, or to a lost file."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise BlockingIOError(error.errno, "another process writes to it", str(path)) from None
     except OSError:
         return  # a file system without locks
+    if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        raise BlockingIOError(errno.EAGAIN, "another process writes to it", str(path))
 
 
 def is_journal(path: Path) -> bool:
     """Whether a file is empty or begins with a record of a line, which a crash may have cut off."""
     with path.open("rb") as file:
         first = file.readline(len(FIRST))
-        return FIRST.startswith(first) or _read(first + file.readline()) is not None
+        if FIRST.startswith(first):
+            return True
+        entry = _read(first + file.readline())  # of this command's input, which has ids too, none is answered
+        return entry is not None and (entry.response is not None or entry.error is not None)
 
 
 def drop_failed(path: Path) -> int:

@@ -36,8 +36,8 @@ def run(config: Config, flags: GenerateFlags) -> int:
     logs.set_up("warning")
     source, results = Path(flags.input).expanduser(), Path(flags.output).expanduser()
     tally = Tally()
-    _check_files(source, results)
     try:
+        _check_files(source, results)
         total = sum(1 for _ in read_lines(source))
         if retried := drop_failed(results):
             print(f"{retried} lines that failed are tried again", file=sys.stderr)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.batch import lines
-from app.batch.journal import Journal, Tally, drop_failed, is_journal
+from app.batch.journal import Journal, Tally, drop_failed, is_journal, lock
 from app.batch.lines import answered, check_input, failed, read_lines, unanswered
 from app.commands.generate import for_model
 from core.errors import ContextExceeded, Overloaded, RequestError
@@ -58,6 +58,16 @@ def test_a_journal_has_one_writer(tmp_path: Path) -> None:
     assert drop_failed(path) == 1
 
 
+def test_a_journal_that_was_replaced_is_not_written(tmp_path: Path) -> None:
+    path, new = tmp_path / "out", tmp_path / "new"
+    for each in (path, new):
+        each.write_bytes(b"")
+    with path.open("rb") as old:
+        new.replace(path)
+        with pytest.raises(BlockingIOError, match="another process writes to it"):
+            lock(old, path)
+
+
 @pytest.mark.parametrize(
     ("text", "ours"),
     [
@@ -66,6 +76,8 @@ def test_a_journal_has_one_writer(tmp_path: Path) -> None:
         (answered("a", 200, {}), True),
         (b"my notes", False),
         (b"{}\n", False),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {}}\n', False),
+        (b'{"custom_id": "a", "response": {"status_code": 200}, "error": null}\n', True),
     ],
 )
 def test_a_journal_is_known_by_its_beginning(tmp_path: Path, text: bytes, ours: bool) -> None:
