@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from itertools import chain
+from typing import Final, NamedTuple
 
 from gpu.grammar.schema import Json, below, joins, objects, pointed
 
@@ -16,15 +17,29 @@ COPY_BYTES: Final = 6_000
 COPY_COST: Final = 60
 """Microseconds that one takes: 10,000 take 0.4 to 0.8 s."""
 
-_DEFINITIONS = ("$defs", "definitions")
 _BRANCHES = ("anyOf", "oneOf")
 _JOINED = ("allOf", *_BRANCHES)
+_APART = ("$defs", "definitions", *_JOINED)
+"""Positions of subschemas that do not stand in a copy, or are joined with it."""
+
+Node = tuple[int, bool]
 
 
 def copies(root: Json) -> int:
     """Subschemas in copies, roughly, at most `MOST`: a reference beside other constraints becomes a copy of
-    what it leads to, with all copies in there, and constraints beside branches are copied into each."""
+    what it leads to, with all copies in there. Constraints beside branches are copied into each, and of
+    several lists of branches each becomes a copy beside each of the others."""
     return min(_Copies(root).count(), MOST)
+
+
+class _Size(NamedTuple):
+    """The branches that a subschema becomes where others are joined with it, and the subschemas in all."""
+
+    ways: int
+    subschemas: int
+
+
+_UNKNOWN = _Size(1, 0)
 
 
 class _Copies:
@@ -36,45 +51,58 @@ class _Copies:
         self._bases = [root, *ids]
         self._led: dict[str, list[int]] = {}
         """Identities of what a reference may lead to."""
-        self._sizes: dict[tuple[int, bool], int] = {}
-        """Subschemas in a node, copies included; 0 while they are counted. The library refuses cycles."""
+        self._sizes: dict[Node, _Size] = {}
+        """Of a node, copies included; `_UNKNOWN` while it is counted. The library refuses cycles."""
+        self._done = set[Node]()
 
     def count(self) -> int:
-        copying = [
-            key
-            for key, schema in self._schemas.items()
-            if _joins(schema) and (_branches(schema) > 1 or any(_references(schema)))
-        ]
-        if copying and len(self._bases) > MOST_IDS:
+        joint = [key for key, schema in self._schemas.items() if _joins(schema)]
+        if joint and len(self._bases) > MOST_IDS and any("$ref" in each for each in self._schemas.values()):
             return MOST
-        return sum(map(self._size, copying))
+        found = ((self._size(key), any(_references(self._schemas[key]))) for key in joint)
+        return sum(size.subschemas for size, leads in found if leads or size.ways > 1)
 
-    def _size(self, key: int) -> int:
+    def _size(self, key: int) -> _Size:
         first = (key, False)
         ahead = [first]
         while ahead:
             node = ahead[-1]
-            parts = [*self._parts(*node)]
             if node not in self._sizes:
-                self._sizes[node] = 0
-                ahead += (part for part in parts if part not in self._sizes)
+                self._sizes[node] = _UNKNOWN
+                own, lists = self._parts(*node)
+                ahead += (part for part in (*own, *chain(*lists)) if part not in self._sizes)
                 continue
             ahead.pop()
-            schema = self._schemas[node[0]]
-            booleans = sum(isinstance(child, bool) for child, _ in below(schema, ""))
-            size = 1 + booleans + sum(self._sizes[part] for part in parts)
-            self._sizes[node] = min(MOST, size * (_branches(schema) if _joins(schema) else 1))
+            if node not in self._done:
+                self._done.add(node)
+                self._sizes[node] = self._counted(node)
         return self._sizes[first]
 
-    def _parts(self, key: int, followed: bool) -> Iterator[tuple[int, bool]]:
+    def _counted(self, node: Node) -> _Size:
+        own, lists = self._parts(*node)
+        booleans = sum(isinstance(child, bool) for child, _ in below(self._schemas[node[0]], ""))
+        ways, total = 1, 1 + booleans + sum(self._sizes[part].subschemas for part in own)
+        for branches in lists:
+            sizes = [self._sizes[part] for part in branches]
+            more, size = sum(each.ways for each in sizes), sum(each.subschemas for each in sizes)
+            ways, total = min(MOST, ways * more), min(MOST, total * more + size * ways)
+        return _Size(ways, min(MOST, total))
+
+    def _parts(self, key: int, followed: bool) -> tuple[list[Node], list[list[Node]]]:
+        """Nodes that stand apart in a subschema, and lists of those of which one is joined with it."""
         schema = self._schemas[key]
-        inner = {name: found for name, found in schema.items() if name not in _DEFINITIONS}
-        yield from ((id(child), False) for child, _ in below(inner, "") if id(child) in self._schemas)
-        alone = schema.get("$ref")
-        references = [*_references(schema)] if _joins(schema) else [alone] if followed else []
-        for reference in references:
-            if isinstance(reference, str):
-                yield from ((led, True) for led in self._leads(reference))
+        apart = {name: found for name, found in schema.items() if name not in _APART}
+        own = [(id(child), False) for child, _ in below(apart, "") if id(child) in self._schemas]
+        followed = followed or _joins(schema)
+        lists = [[(id(part), followed)] for part in self._listed(schema, "allOf")]
+        lists += ([(id(part), followed) for part in self._listed(schema, name)] for name in _BRANCHES)
+        if followed and isinstance(reference := schema.get("$ref"), str):
+            lists.append([(led, True) for led in self._leads(reference)])
+        return own, [each for each in lists if each]
+
+    def _listed(self, schema: Mapping[str, Json], name: str) -> list[Json]:
+        parts = schema.get(name)
+        return [part for part in parts if id(part) in self._schemas] if isinstance(parts, list) else []
 
     def _leads(self, reference: str) -> list[int]:
         if reference not in self._led:
@@ -86,11 +114,6 @@ class _Copies:
 def _joins(schema: Mapping[str, Json]) -> bool:
     """Whether a reference or branches stand beside something else; a type is enough."""
     return joins(schema) or ("type" in schema and any(key in schema for key in ("$ref", *_JOINED)))
-
-
-def _branches(schema: Mapping[str, Json]) -> int:
-    listed = (schema.get(key) for key in _BRANCHES)
-    return max([1, *(len(each) for each in listed if isinstance(each, list))])
 
 
 def _references(schema: Mapping[str, Json]) -> Iterator[Json]:

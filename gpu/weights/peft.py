@@ -63,8 +63,10 @@ _REPEATED = re.compile(r"[*+{]|(?<![(*+?}])\?")
 _MOST_REPEATED = 3
 _LITERAL = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
 """What may hold signs of a pattern without meaning them."""
-_MOST_CHOICES = 64
-"""Ways through the alternatives of all groups: each may be tried with each other."""
+_MOST_CHOICES, _LEAST_CHOICES = 4096, 64
+"""Ways through the alternatives of all groups: each may be tried with each other, in a millisecond for all.
+With each repetition, which may be tried with all of them at every length, an eighth, but not less than the
+least: that takes 0.1 s with three."""
 _LONGEST_PATTERN = 256
 _DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
@@ -125,8 +127,8 @@ def _match(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
         if (
             len(pattern) > _LONGEST_PATTERN
             or _REPEATED_GROUP.search(pattern)
-            or len(_REPEATED.findall(pattern)) > _MOST_REPEATED
-            or _choices(pattern) > _MOST_CHOICES
+            or (repeated := len(_REPEATED.findall(pattern))) > _MOST_REPEATED
+            or _choices(pattern) > max(_MOST_CHOICES >> 3 * repeated, _LEAST_CHOICES)
         ):
             raise ModelError(f"the pattern {pattern[:_LONGEST_PATTERN]!r} repeats too much")
         try:
@@ -138,16 +140,20 @@ def _match(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
 
 
 def _choices(pattern: str) -> int:
-    """Ways through the alternatives of a pattern's groups, or more."""
-    ways, groups = 1, [1]
+    """Ways through the alternatives of a pattern."""
+    groups = [(0, 1)]
+    """Of each open group: ways through earlier alternatives, and through this one."""
     for sign in _LITERAL.sub("x", pattern):
+        earlier, ways = groups[-1]
         if sign == "(":
-            groups.append(1)
-        elif sign == "|" and len(groups) > 1:
-            groups[-1] += 1
+            groups.append((0, 1))
+        elif sign == "|":
+            groups[-1] = (earlier + ways, 1)
         elif sign == ")" and len(groups) > 1:
-            ways *= groups.pop()
-    return ways
+            groups.pop()
+            before, beside = groups[-1]
+            groups[-1] = (before, beside * (earlier + ways))
+    return sum(groups[0])
 
 
 class _Place(NamedTuple):

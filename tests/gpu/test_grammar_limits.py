@@ -398,6 +398,12 @@ def followed(count: int, beside: dict[str, Any]) -> dict[str, Any]:
     return {"$defs": {"b": fields(count)}} | fields(count, {"$ref": "#/$defs/b", **beside})
 
 
+def union(count: int) -> dict[str, Any]:
+    """One of so many objects, and that it is an object, as generators of schemas write it."""
+    kinds = {f"t{at}": {"type": "object", **fields(10, {"type": "string"})} for at in range(count)}
+    return {"$defs": kinds, "type": "object", "anyOf": [{"$ref": f"#/$defs/{name}"} for name in kinds]}
+
+
 def in_levels(count: int, deep: int) -> dict[str, Any]:
     """Objects whose fields are references to the next, which may be null."""
     made = [fields(count, {"$ref": f"#/$defs/{at + 1}", "nullable": True}) for at in range(deep)]
@@ -433,10 +439,18 @@ def test_what_overflows_stacks_or_memory_is_tried(kind: GrammarKind, source: Any
     assert needs_trial(kind, source if isinstance(source, str) else json.dumps(source))
 
 
-@pytest.mark.parametrize("schema", [followed(40, fields(1)), in_levels(10, 3)])
+BOTH = {"allOf": [{"anyOf": [fields(5)] * 18}, {"anyOf": [fields(5)] * 18}]}
+
+
+@pytest.mark.parametrize("schema", [followed(40, fields(1)), in_levels(10, 3), BOTH])
 def test_the_cache_counts_what_copies_keep(schema: dict[str, Any]) -> None:
     """40 references to 40 fields keep 10 MB, and the text has 4 KB."""
     assert 5e6 < kept_bytes("json_schema", json.dumps(schema)) < 30e6
+
+
+def test_branches_are_not_copied_into_each_other() -> None:
+    """60 objects of 10 fields keep 2 MB, and their cache has 256."""
+    assert kept_bytes("json_schema", json.dumps(union(60))) < 10e6
 
 
 def test_an_assertion_of_the_library_is_no_reason() -> None:
@@ -478,6 +492,7 @@ COMMON: list[dict[str, Any]] = [
     followed(50, {"description": "a title, a default and the like constrain nothing", "default": None}),
     {"$defs": {"b": fields(50)}} | fields(50, {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}),
     followed(20, {"nullable": True}),
+    union(60),
     {"pattern": f"^({'|'.join(f'word{at}' for at in range(700))})$"},
     {"properties": {f"p{at}": {"pattern": "^[^@]+@[^@]+(\\.[a-z]{2,})*$"} for at in range(300)}},
 ]

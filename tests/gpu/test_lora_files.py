@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core.adapters import FUSED, LINEAR, TARGETS, AdapterLimits
+from gpu.weights.peft import _match
 from tests.rigs import lora, tiny_model
 from tests.rigs.lora import LIMITS, Adapter, Factors, delta, read
 from tests.rigs.runner import Rig
@@ -337,3 +338,15 @@ def test_the_host_has_room_for_as_many_as_it_says(llama: Path, tmp_path: Path) -
     assert own.command("adapter_read", "5", saved) is None
     assert own.command("adapter_place", "5", place=LIMITS.places) == "there is no place 3, there are 3"
     assert "--enable-lora" in str(Rig(llama).command("adapter_read", "a", saved))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        rf"layers\.({'|'.join(map(str, range(28)))})\.self_attn\.(q_proj|k_proj|v_proj|o_proj)",
+        rf".*\.({'|'.join(map(str, range(10, 20)))})\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj",
+        "|".join(rf"layers\.{at}\.self_attn\.(q|k|v|o)_proj" for at in (1, 2, 3, 10)),
+    ],
+)
+def test_patterns_may_list_layers_and_modules(pattern: str) -> None:
+    assert _match({pattern: 8}, "model.layers.10.self_attn.q_proj", 4) == 8
