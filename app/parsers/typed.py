@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.parsers.json_scan import JsonScanner
@@ -13,8 +13,17 @@ Types = frozenset[str] | None
 
 _REFS = 8
 """References and branches that are followed inside each other."""
+_LOOKS = 256
+"""Subschemas looked at for one value: branches that refer to each other multiply, 60 of them to 17 s."""
 WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's, as JSON."""
+_OF_VALUES: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _ALIASES = {
     alias: name
@@ -32,20 +41,37 @@ _ALIASES = {
 """Names of types as people who write schemas by hand spell them, and JSON Schema's own."""
 
 
-def types_of(schema: object, root: Mapping[str, Any], depth: int = _REFS) -> Types:
+def types_of(schema: object, root: Mapping[str, Any]) -> Types:
     """Types that a value of a subschema of `root` may have."""
+    try:
+        return _types(schema, root, _REFS, iter(range(_LOOKS)))
+    except StopIteration:
+        return None
+
+
+def _types(schema: object, root: Mapping[str, Any], depth: int, looks: Iterator[int]) -> Types:
+    """The same. Raises `StopIteration` when `looks` are over."""
+    next(looks)
     if not isinstance(schema, Mapping) or not depth:
         return None
     if "$ref" in schema:
-        return types_of(_pointed(schema["$ref"], root), root, depth - 1)
+        return _types(_pointed(schema["$ref"], root), root, depth - 1, looks)
     if (kind := schema.get("type")) is not None:
         return _named(kind if isinstance(kind, list) else [kind])
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(_kind(json.dumps(value)) for value in schema.get("enum", [schema.get("const")]))
+    if (listed := _listed(schema)) is not None:
+        return frozenset(_OF_VALUES.get(kind, "number") for kind in set(map(type, listed)))
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
-            return _of_branches([types_of(each, root, depth - 1) for each in schema[key]], key == "allOf")
+            found = [_types(each, root, depth - 1, looks) for each in schema[key]]
+            return _of_branches(found, key == "allOf")
     return None
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema lists. Clients that write unset fields send an `enum` of null with `const`."""
+    if isinstance(values := schema.get("enum"), list):
+        return values
+    return [schema["const"]] if "const" in schema else None
 
 
 def _named(kinds: list[object]) -> Types:

@@ -97,4 +97,8 @@ class Renderer:
             answer = _Answer(wrong=error.message, param=error.param)
         except ModelError as error:
             answer = _Answer(wrong=f"'chat_template': {error}", param="chat_template")
-        return msgspec.msgpack.encode(answer)
+        try:
+            return msgspec.msgpack.encode(answer)
+        except UnicodeEncodeError:
+            wrong = "'chat_template' makes text with a lone surrogate."
+            return msgspec.msgpack.encode(_Answer(wrong=wrong, param="chat_template"))

@@ -14,7 +14,7 @@ from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Cont
 from app.parsers.calls import CallParser
 from app.parsers.json_scan import MAX_DEPTH, JsonScanner
 from app.parsers.registry import TOOLS
-from app.parsers.typed import members
+from app.parsers.typed import members, types_of
 from tests.rigs.parsers import Made, cuts, hermes, lines, parse, splits
 
 NAMES = frozenset({"f", "get_weather"})
@@ -656,6 +656,8 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": "FLOAT"}, "1e3", 1000.0),
     ({"type": "of tomorrow"}, "5", 5),
     ({"type": "array"}, "[1", "[1"),
+    ({"const": 1, "enum": None}, "1", 1),
+    ({"enum": [None, "x"]}, "null", None),
     ({"$ref": "#/$defs/S"}, "7", "7"),
     ({"$ref": "#/$defs/none"}, "7", 7),
     ({"$ref": "#"}, "[]", []),
@@ -869,6 +871,23 @@ def test_work_is_linear_in_the_text(family: str, filling: str) -> None:
     told = sum(len(e.text) for e in family_parser.feed(whole) if isinstance(e, Content))
     told += sum(len(e.text) for e in family_parser.finish() if isinstance(e, Content))
     assert told == len(whole)
+
+
+def test_schemas_that_branch_into_each_other_are_followed_no_further_than_a_bound() -> None:
+    for key in ("anyOf", "allOf"):
+        schema = {key: [{"$ref": "#/$defs/x"}] * 60}
+        root = {"properties": {"k": schema}, "$defs": {"x": schema}}
+        assert lines(lambda root=root, schema=schema: types_of(schema, root)) < 10_000  # type: ignore[misc]
+        assert types_of(schema, root) is None
+
+
+def test_many_arguments_of_a_function_do_not_make_each_slow() -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=k1>\n1\n<parameter=k2>\n2\n</parameter>\n</function>"
+    for count, arguments in ((10, {"k1": "1", "k2": "2"}), (5_000, {"k1": "1", "k2": "2"})):
+        schema = {"properties": {f"k{i}": {"type": "string"} for i in range(count)}}
+        for pieces in cuts(text):
+            message = assemble(parse(CallParser(TOOLS["qwen3_coder"], NAMES, {"f": schema}), pieces))
+            assert [json.loads(call.arguments) for call in message.calls] == [arguments]
 
 
 def test_what_is_held_back_is_not_copied_with_every_piece() -> None:

@@ -340,6 +340,18 @@ UNHELD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_definitions_are_copied_for_arguments_that_refer_to_them_and_not_too_often() -> None:
+    definitions = {"$defs": {"x": {"enum": [f"only {'y' * 10_000}"]}, "n": {"type": "integer"}}}
+    plain, referring = {"type": "integer"}, {"$ref": "#/$defs/n"}
+    for count, schema, copies in ((200, plain, 0), (5, referring, 5)):
+        schemas = {f"a{i}": schema for i in range(count)}
+        tool = Tool("f", {"properties": schemas, "required": list(schemas)} | definitions)
+        assert grammar(TOOLS["qwen3_coder"], tools=(tool,)).text.count("only y") == copies
+    schemas = {f"a{i}": referring for i in range(200)}
+    with pytest.raises(RequestError, match="definitions are too large"):
+        grammar(TOOLS["qwen3_coder"], tools=(Tool("f", {"properties": schemas} | definitions),))
+
+
 def test_a_required_of_null_is_none() -> None:
     """As Go's clients send a list that was never made."""
     tools = (Tool("trip", {"properties": {"a": {}}, "required": None}, True),)

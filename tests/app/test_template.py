@@ -370,6 +370,14 @@ def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
 # -- templates that requests bring -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("source", ["{{ '\\ud800' }}", "{{ raise_exception('\\ud800') }}"])
+def test_half_a_character_of_a_request_s_template_is_refused(source: str) -> None:
+    call = {"source": source, "messages": [{"role": "user", "content": "x"}], "options": {}}
+    made = Renderer(msgspec.msgpack.encode({}))(msgspec.msgpack.encode(call))
+    answer = msgspec.msgpack.decode(made)
+    assert "lone surrogate" in answer["wrong"] and answer["param"] == "chat_template"
+
+
 def test_templates_of_requests_are_kept_compiled_but_not_for_ever() -> None:
     made: Any = Renderer(msgspec.msgpack.encode({"bos_token": "<s>"}))
     first = made._template("{{ bos_token }}{{ messages[0].content }}")
