@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from app.api.responses import background as responses_live
-from app.api.responses.disk import Record
+from app.api.responses.disk import Disk, Record
 from app.api.responses.events import ResponseEvents
 from app.api.responses.store import Store
 from app.api.routes import make_app
@@ -129,6 +130,33 @@ async def test_deleting_one_that_is_made_ends_it(client: openai.AsyncOpenAI, ser
     assert server.engine.runs[0].aborted
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(made.id)
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_one_whose_end_cannot_be_stored_has_an_end(
+    full: bool, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.engine.manual = True
+    _, made = await server.post(URL, {"input": "hi", "background": True})
+
+    def put(disk: Disk, record: Record) -> bool:
+        if full:
+            raise OSError(errno.ENOSPC, "full")
+        return False  # larger than the store
+
+    monkeypatch.setattr(Disk, "put", put)
+    server.engine.runs[0].push(0, Piece("Hello", [1], None, STOP))
+    path = f"{URL}/{made['id']}"
+    async with asyncio.timeout(5):
+        while (found := await (await server.http.get(path)).json())["status"] == "in_progress":
+            await asyncio.sleep(0.01)
+    assert found["status"] == "completed" and found["output"][0]["content"][0]["text"] == "Hello"
+    async with server.http.post(f"{path}/cancel") as response:
+        assert (await response.json())["status"] == "completed"
+    async with server.http.delete(path) as response:
+        assert response.status == 200
+    async with server.http.get(path) as response:
+        assert response.status == 404
 
 
 async def test_a_failure_in_the_background(client: openai.AsyncOpenAI, server: Server) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.api.request.schema import SessionParams
-from app.api.sglang.session_tree import IDLE, MAX_SESSIONS, MAX_TOKENS, Sessions
+from app.api.sglang.session_tree import IDLE, MAX_SESSIONS, MAX_TOKENS, TURN, Sessions
 from app.engine.job import Piece
 from core.errors import NotFound, Overloaded, RequestError
 from core.types import Finish, FinishReason, Ints
@@ -135,12 +135,21 @@ def test_they_are_bounded(sessions: Sessions) -> None:
     sessions.open("s")
     with pytest.raises(RequestError):
         sessions.open("s")
-    half = np.zeros(MAX_TOKENS // 2, np.int32)
+    half = np.zeros(MAX_TOKENS // 2 - TURN, np.int32)
     turn(sessions, "a", half, [1])
     turn(sessions, "b", half, [1])
     with pytest.raises(NotFound):
         turn(sessions, "c", ids(1), [], rid="a")
-    assert len(turn(sessions, "c", ids(1), [], rid="b")) == MAX_TOKENS // 2 + 2
+    assert len(turn(sessions, "c", ids(1), [], rid="b")) == len(half) + 2
+
+
+def test_short_turns_are_bounded_too(sessions: Sessions) -> None:
+    most = MAX_TOKENS // TURN
+    for number in range(most + 2):
+        turn(sessions, str(number), ids(1), [2])
+    with pytest.raises(NotFound):
+        turn(sessions, "c", ids(1), [], rid="2")
+    assert turn(sessions, "c", ids(3), [], rid=str(most)) == [1, 2, 3]
 
 
 def test_the_end_of_a_turn_in_a_closed_session_is_nothing(sessions: Sessions) -> None:

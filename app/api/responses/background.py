@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 MAX_LIVE = 1024
 """Background responses at once: each holds its own output, and a stream's events, in memory."""
+
+MAX_UNSTORED = 256
+"""Ended ones that are kept here because the store did not take their end."""
 
 BURST = 256
 """Events in one write to a client that catches up."""
@@ -49,6 +53,8 @@ class Live:
         self.done = asyncio.Event()
         self.error: LoomError | None = None
         """What it failed with."""
+        self.stored = False
+        """The store has it, as it was when it began."""
         self._early: list[Piece] = []
         """Pieces that came before the run was known."""
         self._events: ResponseEvents | None = None
@@ -133,6 +139,8 @@ class Responses:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._live: dict[str, Live] = {}
+        self._unstored: dict[str, Live] = {}
+        """Ended, the oldest first. In the store they are in progress for ever."""
 
     async def start(self, turn: Turn) -> Live:
         """Run a turn in the background. Raises what the engine refuses it with, and `Unavailable`
@@ -151,6 +159,7 @@ class Responses:
         stored = False
         try:
             stored = live.done.is_set() or await self.store.require(turn.record(live.doc))
+            live.stored = stored
         finally:
             if not stored:  # or the client has gone before it knew the response's id
                 run.abort()
@@ -166,11 +175,19 @@ class Responses:
         live.permit.release()
         live.usage.add(live.run)
         live.usage.end()
-        self.store.put(live.turn.record(live.doc, b"".join(live.log)))
+        ended = self.store.put(live.turn.record(live.doc, b"".join(live.log)))
+        ended.add_done_callback(partial(self._settle, live))
+
+    def _settle(self, live: Live, ended: asyncio.Future[bool]) -> None:
+        """Keep one whose end was not stored: whoever asks for it would wait for ever."""
+        if live.stored and (ended.cancelled() or ended.exception() is not None or not ended.result()):
+            self._unstored[live.turn.id] = live
+            if len(self._unstored) > MAX_UNSTORED:
+                del self._unstored[next(iter(self._unstored))]
 
     def live(self, owner: str, id: str) -> Live | None:
-        """One that is being made."""
-        live = self._live.get(id)
+        """One that is being made, or whose end could not be stored."""
+        live = self._live.get(id) or self._unstored.get(id)
         return live if live is not None and live.turn.owner == owner else None
 
     async def cancel(self, owner: str, id: str) -> Doc:
@@ -186,6 +203,13 @@ class Responses:
         if not doc.get("background"):
             raise RequestError("Only a response made in the background can be cancelled.", "response_id")
         return doc
+
+    async def delete(self, owner: str, id: str) -> None:
+        """Forget one; one that is being made is ended first. Raises `NotFound`."""
+        if self.live(owner, id) is not None:
+            await self.cancel(owner, id)
+        await self.store.delete(owner, id)
+        self._unstored.pop(id, None)
 
     async def close(self) -> None:
         """End running responses and close the store."""

@@ -183,10 +183,7 @@ def _number(request: web.Request, name: str, default: int, most: int) -> int:
 async def delete(request: web.Request) -> object:
     """Forget one; one that is being made is ended first."""
     id, whose = request.match_info["id"], tenant()
-    responses = request.app[RESPONSES]
-    if responses.live(whose, id) is not None:
-        await responses.cancel(whose, id)
-    await responses.store.delete(whose, id)
+    await request.app[RESPONSES].delete(whose, id)
     return {"id": id, "object": "response", "deleted": True}
 
 

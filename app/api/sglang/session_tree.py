@@ -17,6 +17,8 @@ MAX_SESSIONS = 128
 MAX_TOKENS = 2**19
 """Of a session's turns, each with all that came before it: with all sessions 256 MiB at the most. The
 oldest turns go first."""
+TURN = 256
+"""Tokens that a turn counts for besides its own: what it takes of memory, and all of them are walked."""
 IDLE = 600.0
 """Seconds that a session is kept without a request, unless it was opened with its own `timeout`."""
 MAX_IDLE = 86_400.0
@@ -29,7 +31,12 @@ class Turn(msgspec.Struct):
     prompt: Ints
     parent: str | None
     replaces: set[str] = set()
-    output: list[int] | None = None
+    output: Ints | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens that it counts for."""
+        return TURN + len(self.prompt) + (0 if self.output is None else len(self.output))
 
 
 class _Session(msgspec.Struct):
@@ -100,17 +107,17 @@ class Sessions:
         session = self._by_id.get(id)
         if session is None or rid not in session.turns:
             return
-        session.turns[rid].output = output
+        session.turns[rid].output = np.asarray(output, np.int32)
         for old in session.turns[rid].replaces:
             session.turns.pop(old, None)
         session.used = self._clock()
-        total = sum(len(turn.prompt) + len(turn.output or ()) for turn in session.turns.values())
+        total = sum(turn.size for turn in session.turns.values())
         for old in list(session.turns):
             turn = session.turns[old]
             if total <= MAX_TOKENS or old == rid:
                 break
             if turn.output is not None:
-                total -= len(turn.prompt) + len(turn.output)
+                total -= turn.size
                 del session.turns[old]
 
     def drop(self, id: str, rid: str) -> None:
@@ -132,8 +139,8 @@ class Sessions:
             return None
         turn = session.turns[params.rid]
         whole = turn.prompt
-        if not params.drop_previous_output:
-            whole = np.concatenate([whole, np.asarray(turn.output, np.int32)])
+        if not params.drop_previous_output and turn.output is not None:
+            whole = np.concatenate([whole, turn.output])
         return whole[: params.offset] if params.offset is not None and params.offset > 0 else whole
 
     def _expire(self) -> None:
