@@ -198,14 +198,22 @@ async def test_a_restart_goes_on_where_the_last_one_stopped(tmp_path: Path) -> N
         assert done.usage is not None and done.usage.output_tokens == 120
 
 
+async def stopped(rig: Rig, id: str, least: int) -> None:
+    """Run a batch by single steps until at least so many of its lines are done; then stop all batches, as a
+    server does that drains."""
+    async with asyncio.timeout(PATIENCE):
+        while (counts := (await rig.client.batches.retrieve(id)).request_counts) is None or (
+            counts.completed < least
+        ):
+            await rig.step()
+    await rig.batches.stop()
+
+
 async def test_counts_are_right_before_a_restarted_batch_goes_on(tmp_path: Path) -> None:
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit([line(f"l{i}", 2, prompt=f"prompt {i}") for i in range(20)])
         await until(lambda: rig.scheduler.running > 0)
-        async with asyncio.timeout(PATIENCE):
-            while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 5:  # type: ignore[union-attr]
-                await rig.step()
-        await rig.batches.stop()
+        await stopped(rig, batch.id, 5)
         before = await rig.batches.store.run(lambda disk: disk.batch("", batch.id))
         written = (tmp_path / "files" / before.output_id).read_bytes().count(b"\n")
     store = Store(tmp_path)
@@ -328,10 +336,7 @@ async def test_cancelling_before_the_model_is_loaded_keeps_what_is_done(tmp_path
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit([line(f"l{i}", 3, prompt=f"prompt {i}") for i in range(40)])
         await until(lambda: rig.scheduler.running > 0)
-        async with asyncio.timeout(PATIENCE):
-            while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 5:  # type: ignore[union-attr]
-                await rig.step()
-        await rig.batches.stop()  # as while a server drains, and before the next one is ready
+        await stopped(rig, batch.id, 5)
         assert (await rig.client.batches.cancel(batch.id)).status == "cancelling"
     async with Rig(tmp_path) as again:
         done = await again.ended(batch.id)
