@@ -49,9 +49,9 @@ BESIDE: Final = 64
 """Decode tokens from which a step is made shorter, since all their rows gain from that: it is cut to a padded
 size (`SEVERAL`), or has at most half of the tokens that it could hold (`room`)."""
 PROMPTS_PER_ROW: Final = 4
-"""Maximum number of prompts for each decode row where short prompts make a step shorter (`behind`). Where a
-wave of prompts meets a few rows, longer steps compute it sooner: without a maximum the 30B loses 1% of
-short512 (predicted)."""
+"""Prompts per decode row up to which steps of short prompts are limited (`behind`). With more prompts, and
+few rows beside them, long steps have more throughput: without this limit the 30B loses 1% in short512
+(predicted)."""
 MOST_CUT: Final = 1 / 3
 """Largest share of a step's prompt tokens that is left for the next step."""
 
@@ -157,10 +157,10 @@ class ChunkBudget:
         return min(room, max(int(chunks[best[-1]]) if len(best) else 0, LEAST_CHUNK))
 
     def behind(self, plan: PlanBuilder, prompt: int) -> int:
-        """Prompt tokens that a step may still take behind a prompt of `prompt` tokens that it computes to its
-        end.
+        """Return how many prompt tokens a step may still take after a prompt of `prompt` tokens whose end it
+        computes.
 
-        Behind a short one, a step with fewer than `BESIDE` rows takes at most `HELD` seconds of prompts, so
+        After a short prompt, a step with fewer than `BESIDE` rows takes at most `HELD` seconds of prompts, so
         that the first of several short prompts finish sooner and rows have shorter gaps. In turns48 the 8B's
         p99 inter-token latency is 60 ms for 186 and its median first token comes after 0.27 s for 0.45, at
         the same throughput. In c32 the first token comes after 0.26 s for 0.45, and the p99 is 54 ms for 12:

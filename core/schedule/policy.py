@@ -71,9 +71,9 @@ def by_priority(waiting: Waiting) -> Iterable[Request]:
 
 
 def _in_turn(waiting: Waiting, rank: Rank) -> Iterator[Request]:
-    """Lowest rank first. Among equal ranks, requests that already ran or continue an answer come first, then
-    those of the caller who was served least, counting what was planned since the previous request was taken
-    from here. With n callers each request takes O(log n)."""
+    """Yield requests by rank, the lowest first. Of equal rank, requests that ran before or that continue an
+    answer come first, then those of the caller who was served least, counting what was planned since the
+    previous request was taken from here. With n callers each request takes O(log n)."""
     heap: list[tuple[float, float, int, Request, Iterator[Request]]] = []
 
     def push(line: Iterator[Request]) -> None:

@@ -20,7 +20,7 @@ COPY_COST: Final = 60
 _BRANCHES = ("anyOf", "oneOf")
 _JOINED = ("allOf", *_BRANCHES)
 _APART = ("$defs", "definitions", *_JOINED)
-"""Positions of subschemas that do not stand in a copy, or are joined with it."""
+"""Keywords whose subschemas are not copied with the schema around them, or are joined with it."""
 
 Node = tuple[int, bool]
 
@@ -33,7 +33,8 @@ def copies(root: Json) -> int:
 
 
 class _Size(NamedTuple):
-    """The branches that a subschema becomes where others are joined with it, and the subschemas in all."""
+    """How many branches a subschema becomes where others are joined with it, and how many subschemas these
+    have together."""
 
     ways: int
     subschemas: int
@@ -89,7 +90,8 @@ class _Copies:
         return _Size(ways, min(MOST, total))
 
     def _parts(self, key: int, followed: bool) -> tuple[list[Node], list[list[Node]]]:
-        """Nodes that stand apart in a subschema, and lists of those of which one is joined with it."""
+        """Return the nodes below a subschema that nothing is joined with, and lists of nodes: one of
+        each list is joined with the subschema."""
         schema = self._schemas[key]
         apart = {name: found for name, found in schema.items() if name not in _APART}
         own = [(id(child), False) for child, _ in below(apart, "") if id(child) in self._schemas]

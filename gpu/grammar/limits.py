@@ -35,7 +35,7 @@ SIZES = {
 
 _OPTIONAL = re.compile("[?*{|]")
 _OPERATORS = re.compile("[%&~]")
-"""In a grammar: intersections, complements and directives. The library's fuel does not limit them."""
+"""Intersections, complements and directives of a grammar. The library's fuel does not limit their cost."""
 MAX_COST = 400_000
 """Microseconds that a compile in a thread may be expected to take. It cannot be stopped, but it releases the
 GIL and ends; the helper would compile the same first, for as long, after a start of seconds."""

@@ -257,7 +257,7 @@ async def test_a_tree_has_the_likeliest_paths(
 
 
 def test_nothing_stands_behind_a_prompt_without_output() -> None:
-    """Its last chunk samples nothing, as one does that ends inside a prompt."""
+    """The last chunk of such a prompt samples no token, like a chunk that ends before its prompt does."""
     prompts = {1: ints([5, 6]), 2: ints([7, 8, 9])}
     new = tuple(NewSlot(slot, GREEDY, prompt, NO_TOKENS, 0) for slot, prompt in prompts.items())
     chunks = (Chunk(1, 0, ints([5, 6]), False), Chunk(2, 0, ints([7, 8]), False))
