@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what changed, and its predicted effect")
     parser.add_argument("--scenario", default="table,chat256", help="as for bench.load")
     parser.add_argument("--scale", default="1", help="as for bench.load: 2 for two replicas")
+    parser.add_argument("--requests", help="as for bench.load: instead of the scenario's, before --scale")
     parser.add_argument(
         "--timeout", type=float, default=300, help="seconds to wait until the server is ready"
     )
@@ -131,9 +132,9 @@ def main() -> None:
     try:
         ready, first = server.wait_ready(args.timeout), server.first_token()
         print(f"ready after {ready:.1f} s, first token after {first:.1f} s", flush=True)
-        status = load(
-            ["--url", server.url, "--scenario", args.scenario, "--scale", args.scale, "--output", str(raw)]
-        )
+        run = ["--url", server.url, "--scenario", args.scenario, "--scale", args.scale]
+        more = ["--requests", args.requests] if args.requests else []
+        status = load([*run, *more, "--output", str(raw)])
     finally:
         server.stop()
     if status:
