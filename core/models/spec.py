@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import gcd
 from typing import Literal
 
 import msgspec
@@ -427,9 +428,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not self.causal:
             raise ConfigError(f"--tp {count}: {self.architecture} is an encoder, which runs on one rank.")
         if self.transformers:
-            raise ConfigError(
-                f"--tp {count}: {self.architecture} runs through transformers, on one rank: use --tp 1."
-            )
+            raise ConfigError(f"--tp {count}: {self.architecture} runs through transformers: use --tp 1.")
         sizes = {"num_attention_heads": self.heads}
         if (linear := self.linear) is not None:
             sizes["linear_num_key_heads"] = linear.key_heads
@@ -447,7 +446,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             widths = {"intermediate": moe.intermediate // count, "shared": moe.shared // count}
             moe = msgspec.structs.replace(moe, **widths)
         if odd := [f"{name} ({size})" for name, size in sizes.items() if size % count]:
-            raise ConfigError(f"--tp {count} does not divide {', '.join(odd)} of {self.architecture}.")
+            told, fits = f"{', '.join(odd)} of {self.architecture}", gcd(count, *sizes.values())
+            raise ConfigError(f"--tp {count} does not divide {told}. Use --tp {fits}.")
         return msgspec.structs.replace(
             self,
             heads=self.heads // count,

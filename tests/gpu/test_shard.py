@@ -172,9 +172,11 @@ def test_adapters_are_sliced_as_what_they_change(name: str, count: int, tmp_path
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     spec = spec_of(tiny_model.build("llama", tmp_path / "llama").path)
     assert spec.shard(1) is spec
-    for count, named in ((3, r"num_attention_heads \(4\), num_key_value_heads \(2\)"), (8, r"heads \(4\)")):
-        with pytest.raises(ConfigError, match=rf"--tp {count} does not divide .*{named}"):
+    heads, kv_heads = r"num_attention_heads \(4\)", r"num_key_value_heads \(2\)"
+    for count, named, fits in ((3, f"{heads}, {kv_heads}", 1), (6, f"{heads}.*", 2), (8, f"{heads}.*", 4)):
+        with pytest.raises(ConfigError, match=rf"--tp {count} does not divide {named}.*Use --tp {fits}\."):
             spec.shard(count)
+        spec.shard(fits)
     with pytest.raises(ConfigError, match=r"intermediate_size \(97\)"):
         msgspec.structs.replace(spec, intermediate=97).shard(2)
     moe = spec_of(tiny_model.build("qwen3-moe", tmp_path / "moe", moe_intermediate_size=33).path)

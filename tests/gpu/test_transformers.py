@@ -182,7 +182,7 @@ def test_drafts_are_verified(
 @pytest.mark.parametrize(
     ("settings", "beside", "reason"),
     [
-        ({}, Beside(parallel=ParallelConfig(tp=2)), "--tp 2: .* runs through transformers, on one rank"),
+        ({}, Beside(parallel=ParallelConfig(tp=2)), "--tp 2: .* runs through transformers: use --tp 1"),
         (
             {},
             Beside(adapters=AdapterLimits(places=1, max_rank=8, host=1)),
