@@ -210,6 +210,11 @@ class Run(Protocol):
         """The same for the experts that were chosen, int32 [n, layers, experts per token] each."""
         ...
 
+    @property
+    def stopped(self) -> Finish | None:
+        """How it was aborted, also where its choices had ended by then; None: it was not."""
+        ...
+
     async def wait(self) -> None:
         """Until every choice has had its last piece."""
         ...

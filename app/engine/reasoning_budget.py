@@ -22,6 +22,7 @@ from core.errors import Aborted, ContextExceeded, LoomError, TimedOut, Unavailab
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.request import Request, State
+from core.request.params import SEED_LIMIT
 from core.types import NO_TOKENS, Finish, FinishReason, Floats, Ints
 
 _ENOUGH = Finish(FinishReason.STOP)
@@ -71,10 +72,12 @@ class Watcher:
         closing = self.watch.closing
         mark = await self._encoder.encode_async(closing, False)
         ids: list[int] = mark.tolist()
-        take(index, Piece(closing, ids, [_sure(id) for id in ids] if job.sampling.wants_logprobs else None))
         used = len(thought) + len(ids)
         left = None if job.max_tokens is None else job.max_tokens - used
-        if left is not None and left < 1:
+        if left is not None and left < 0:  # not even for the mark
+            return None
+        take(index, Piece(closing, ids, [_sure(id) for id in ids] if job.sampling.wants_logprobs else None))
+        if left == 0:
             return None
         assert isinstance(job.prompt, np.ndarray)
         following = msgspec.structs.replace(
@@ -85,7 +88,7 @@ class Watcher:
             ),
             max_tokens=left,
             n=1,
-            seed=None if job.seed is None else job.seed + index,
+            seed=None if job.seed is None else (job.seed + index) % SEED_LIMIT,
             truncate_prompt=None,
             keep=None,
             continues=True,
@@ -115,7 +118,6 @@ class WatchedRun:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._left = job.n
         self._done = asyncio.Event()
-        self._aborted = False
 
     # -- as a run ----------------------------------------------------------------------------------
 
@@ -189,12 +191,16 @@ class WatchedRun:
         second = self._choices[index].second
         return self._first.experts(index) if second is None else second.experts(0)
 
+    @property
+    def stopped(self) -> Finish | None:
+        """See `app.engine.job.Run.stopped`."""
+        return self._first.stopped
+
     async def wait(self) -> None:
         await self._done.wait()
 
     def abort(self) -> None:
         """See `app.engine.job.Run.abort`."""
-        self._aborted = True
         self._first.abort()
         while self._tasks:
             index, task = self._tasks.popitem()
@@ -236,13 +242,17 @@ class WatchedRun:
         if piece.finish is None:
             return
         choice.cut = False
-        if self._aborted or failure(piece.finish) is not None:
+        if failure(piece.finish) is not None:
             self._finish(index, piece.finish)
             return
         task = asyncio.get_running_loop().create_task(self._continue(index, choice))
         self._tasks[index] = task
 
     async def _continue(self, index: int, choice: Choice) -> None:
+        if self.stopped is not None:  # before or after the cut had ended the request
+            del self._tasks[index]
+            self._finish(index, self.stopped)
+            return
         id = self._job.id if self._job.n == 1 else f"{self._job.id}-{index}"
         job = msgspec.structs.replace(self._job, id=id, prompt=self.prompt)
         finish = Finish(FinishReason.ERROR, message="The answer could not be continued after its reasoning.")

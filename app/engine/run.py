@@ -23,6 +23,8 @@ class LiveRun:
         self.requests: list[Request] = []
         self.engine = engine
         self.sink = sink
+        self.stopped: Finish | None = None
+        """See `app.engine.job.Run.stopped`."""
         self._left = job.n
         self._done = asyncio.get_running_loop().create_future()
 
@@ -103,8 +105,9 @@ class LiveRun:
 
     def abort(self, message: str | None = None) -> None:
         """End it; with a `message` the client gets an error."""
+        self.stopped = self.stopped or Finish(FinishReason.ABORT, message=message)
         for request in self.requests:
-            self.engine.abort(request, Finish(FinishReason.ABORT, message=message))
+            self.engine.abort(request, self.stopped)
 
     def end(self, index: int) -> None:
         """See `app.engine.job.Run.end`."""

@@ -23,7 +23,7 @@ def search(model: Model, rules: Rules) -> tuple[list[Found], int]:
         beams.grow([model.row(prompt, 2 * rules.width) for prompt in prompts])
         rounds += 1
         if beams.finished:
-            return beams.best(), rounds
+            return list(beams.best()), rounds
         prompts = [[*prompts[beam.parent], beam.token] for beam in beams.live]
 
 

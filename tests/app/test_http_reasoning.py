@@ -11,13 +11,18 @@ import openai
 import pytest
 
 from app.engine.failure import TIMED_OUT
-from app.engine.job import Piece
+from app.engine.job import Job, Piece
+from app.engine.reasoning_budget import Watch, Watcher
 from app.parsers.base import Event
-from app.parsers.reading import Answer
+from app.parsers.reading import Answer, Reading
+from app.parsers.registry import REASONING
+from app.text.tokenizer import Tokenizer
 from core.errors import Aborted, ContextExceeded, Overloaded, TimedOut, Unavailable
+from core.request.params import SEED_LIMIT
 from core.types import Finish, FinishReason
 from tests.rigs.requests import CHAT
 from tests.rigs.server import Server, know
+from tests.rigs.step_loop import GREEDY, PROMPT, Bench
 from tests.rigs.tools import CALL, CLOSING, HI, WEATHER
 from tests.rigs.wait import until
 
@@ -274,6 +279,26 @@ async def test_what_happens_where_nothing_can_follow(server: Server) -> None:
     assert not server.engine.live
 
 
+@pytest.mark.parametrize(("limit", "made"), [(3 + len(CLOSING), 4), (4 + len(CLOSING), 4 + len(CLOSING))])
+async def test_the_end_of_a_thinking_counts_as_its_tokens(server: Server, limit: int, made: int) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [["<think>", *["hm "] * 50]]
+    body = {"messages": HI, "max_thinking_tokens": 3, "max_tokens": limit, "return_token_ids": True}
+    _, answer = await server.post(CHAT, body)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["reasoning"].startswith("hm hm hm ")
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"]) == made
+
+
+async def test_the_largest_seed_goes_on_across_a_cut(server: Server) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [["<think>", *["hm "] * 20], ["Yes"], ["Yes"]]
+    body = {"messages": HI, "max_thinking_tokens": 3, "n": 2, "seed": SEED_LIMIT - 1}
+    status, answer = await server.post(CHAT, body)
+    assert status == 200, answer
+    assert [run.job.seed for run in server.engine.runs[1:]] == [SEED_LIMIT - 1, 0]
+
+
 async def test_a_client_that_leaves_during_a_cut_frees_everything(server: Server) -> None:
     know(server, None, "think")
     server.engine.manual = True
@@ -319,3 +344,23 @@ async def test_an_abort_by_id_ends_it(server: Server) -> None:
     await server.post("/abort_request", {"rid": "r"})
     _, answer = await task
     assert answer["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("message", [None, "gone"])
+@pytest.mark.parametrize("turns", range(2, 14))
+async def test_an_abort_is_not_lost_in_a_cut(tokenizer: Tokenizer, turns: int, message: str | None) -> None:
+    """In whichever turn of the loop it comes, few tokens follow."""
+    bench, pieces = Bench(tokenizer), list[Piece]()
+    watch = Watch(reading=Reading(reasoning=REASONING["think"], inside=True), budget=4)
+    job = Job(id="a", prompt=PROMPT, sampling=GREEDY, max_tokens=400, ignore_eos=True)
+    run = await Watcher(bench.submitter, tokenizer, watch).start(job, lambda _, piece: pieces.append(piece))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    before = len(pieces)
+    assert bench.submitter.abort_all(message) == 1
+    await run.wait()
+    finish = pieces[-1].finish
+    assert finish is not None and (finish.reason, finish.message) == (FinishReason.ABORT, message)
+    assert sum(len(piece.tokens) for piece in pieces[before:]) < 10
+    await until(lambda: bench.submitter.idle)
+    bench.engine.close()

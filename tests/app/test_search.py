@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.beam_search import Rules
+from app.engine.beam_search import Beams, Ended, Found, Rules
 from app.engine.job import BeamOptions
 from app.engine.submit import LiveRun
 from app.offline import LLM
@@ -116,6 +116,37 @@ async def test_a_round_computes_about_a_page(bench: Bench) -> None:
     again = await begin(bench, 4, 1, prompt=prompt)
     await again.wait()
     assert again.requests[0].cached >= len(prompt) - size
+
+
+async def test_answers_are_made_in_turns_of_their_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, those of a wide search take the event loop long."""
+    found, turn = Beams._found, 0
+    turns: list[int] = []
+
+    def noted(beams: Beams, ended: Ended) -> Found:
+        turns.append(turn)
+        return found(beams, ended)
+
+    monkeypatch.setattr(Beams, "_found", noted)
+    waiting = asyncio.ensure_future((await begin(bench, 4, 3)).wait())
+    while not waiting.done():
+        turn += 1
+        await asyncio.sleep(0)
+    assert len(set(turns)) == len(turns) == 4
+
+
+async def test_who_leaves_is_charged_for_what_was_made(tokenizer: Tokenizer) -> None:
+    bench = fitted(Bench(tokenizer, eager=False))
+    run = await begin(bench, 3, 12)
+    for _ in range(6):
+        await settle()
+        bench.executor.complete(len(bench.executor.pending))
+    await settle()
+    run.abort()
+    assert run.output_tokens == 3 * 6
+    bench.executor.complete(len(bench.executor.pending))
+    await until(lambda: bench.submitter.idle)
+    bench.engine.close()
 
 
 async def test_more_beams_than_rows_take_turns(tokenizer: Tokenizer) -> None:

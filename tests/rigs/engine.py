@@ -75,6 +75,7 @@ class FakeRun:
         self.open = set(range(job.n))
         self.done = asyncio.Event()
         self.aborted = False
+        self.stopped: Finish | None = None
         self.ended: list[int] = []
         self.script: list[str] = []
         self.made: list[list[int]] = [[] for _ in range(job.n)]
@@ -170,8 +171,9 @@ class FakeRun:
 
     def abort(self) -> None:
         self.aborted = bool(self.open) or self.aborted
+        self.stopped = Finish(FinishReason.ABORT)
         for index in sorted(self.open):
-            self.push(index, Piece("", [], None, Finish(FinishReason.ABORT)))
+            self.push(index, Piece("", [], None, self.stopped))
 
     def end(self, index: int) -> None:
         self.ended.append(index)
