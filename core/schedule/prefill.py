@@ -29,6 +29,10 @@ OVERTAKING = 16
 """Waiting requests that are considered for what a long prompt leaves of a step."""
 MATCHED = 32_768
 """Tokens of them that are looked up in the tree, in 0.1 ms."""
+STARTED = 2**18
+"""Tokens of prompts, cached ones too, from which on no other starts in a step. One of 100,000 tokens that are
+cached takes 1.5 to 5 ms to plan: without this limit 128 choices of it kept the event loop for 283 ms, now
+for up to 17."""
 
 
 Prompt = tuple[Request, Ints]
@@ -230,11 +234,15 @@ class Prefills:
         pages are not for those behind it. One whose adapter has no place yet is overtaken."""
         if builder.room <= 0 or not self._table.free or not len(self._waiting):
             return
+        started = 0
         for request in self._policy(self._waiting):
             if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
             place = self.admission.places.find(request)
             if place is not None:
+                if started >= STARTED:
+                    return
+                started += request.num_tokens
                 yield request, place
 
     def _overtaking(self, builder: PlanBuilder, least: float) -> Iterator[Prompt]:

@@ -7,6 +7,7 @@ import pytest
 from core.config import CacheConfig
 from core.errors import ContextExceeded, Overloaded, RequestError
 from core.request import Request, State
+from core.schedule import prefill
 from core.types import FinishReason, RootKey
 from tests.rigs.executor import oracle
 from tests.rigs.scheduler import Harness
@@ -71,6 +72,19 @@ def test_decode_rows_go_before_chunks_in_one_mixed_step() -> None:
     assert [len(c.tokens) for c in plan.chunks] == [12]  # 15 left of the budget: three whole pages
     assert plan.num_tokens <= 16
     h.run()
+
+
+def test_a_step_starts_few_long_prompts_also_where_they_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To plan them takes the event loop time in any case."""
+    monkeypatch.setattr(prefill, "STARTED", 80)
+    h = Harness(depth=0, pages=128)
+    requests = [h.request(range(40), max_tokens=8) for _ in range(5)]
+    for running in (2, 4, 5):
+        h.turn()
+        assert h.scheduler.running == running
+    h.run()
+    for request in requests:
+        h.check(request)
 
 
 def test_prefill_first_gives_prompts_steps_of_their_own() -> None:
