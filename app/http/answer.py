@@ -11,7 +11,15 @@ from aiohttp import web
 
 from app.engine.job import Generator, Job, Run
 from app.http.aside import aside
-from app.http.delivery import Collector, Delivery, Frames, interval_sink, prompt_weight, running
+from app.http.delivery import (
+    Collector,
+    Delivery,
+    Frames,
+    interval_sink,
+    logprob_weight,
+    prompt_weight,
+    running,
+)
 from app.http.reply import long_response
 from app.http.sse import OPENAI, Dialect, EventStream
 
@@ -59,6 +67,5 @@ async def whole_answer(spec: AnswerSpec[T]) -> T:
     async with running(spec.engine, spec.jobs, collector.take) as runs:
         frames = spec.frames(runs)
         pieces = await collector.collect()
-        # Log-probabilities take about 6 us a token.
-        count = prompt_weight(runs) + sum(len(piece.logprobs or ()) for piece in pieces)
+        count = prompt_weight(runs) + sum(map(logprob_weight, pieces))
         return await aside(count, partial(frames.whole, pieces))

@@ -92,6 +92,24 @@ async def test_many_log_probabilities_are_no_work_of_the_loop(
     assert len(spelled) > MANY and threading.get_ident() not in spelled
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "hi", "logprobs": 128, "max_tokens": 40}),
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 128}),
+        (COMPLETIONS, {"prompt": LONG[:40], "echo": True, "logprobs": 128, "max_tokens": 0}),
+        (COMPLETIONS, {"prompt": LONG[:40], "echo": True, "logprobs": 128, "max_tokens": 0, "stream": True}),
+    ],
+)
+async def test_many_alternatives_of_few_tokens_are_none_either(
+    server: Server, spelled: list[int], path: str, body: dict[str, Any]
+) -> None:
+    async with server.http.post(path, json={"max_tokens": 40, **body}) as answer:
+        assert answer.status == 200, await answer.text()
+        await answer.read()
+    assert len(spelled) > 39 * 128 and threading.get_ident() not in spelled
+
+
 @pytest.mark.parametrize("count", [0, 1, SLICE - 1, SLICE, SLICE + 1, 3 * SLICE])
 def test_slices_joined_are_the_whole(count: int) -> None:
     value = {

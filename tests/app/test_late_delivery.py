@@ -127,6 +127,25 @@ async def test_a_slice_has_few_tokens_that_are_fed_one_by_one(
     await end(bench, deliver)
 
 
+@pytest.mark.parametrize("logprobs", [20, 128])
+async def test_alternatives_count_as_tokens_of_a_slice(tokenizer: Tokenizer, logprobs: int) -> None:
+    """A row with many of them is divided, and loses none."""
+    bench = Bench(tokenizer, eager=False, depth=2, drafts=7, rows=4, pages=4_000)
+    sampling = msgspec.structs.replace(GREEDY, logprobs=logprobs)
+    await bench.start("a", 400, n=4, sampling=sampling)
+    deliver, backlog = await late(bench), bench.engine._backlog
+    streams = list(backlog._streams.values())
+    while backlog.waiting:
+        before = sum(stream.count for stream in streams)
+        deliver()
+        assert 0 < sum(stream.count for stream in streams) - before <= max(SLICE_TOKENS // (1 + logprobs), 1)
+    await end(bench, deliver)
+    for at in range(4):
+        assert bench.tokens(f"a-{at}") == oracle(PROMPT.tolist(), 400, VOCAB)
+        rows = [row for piece in bench.pieces[f"a-{at}"] for row in piece.logprobs or ()]
+        assert len(rows) == 400 and all(len(row.top_ids) == logprobs for row in rows)
+
+
 async def test_a_row_that_is_longer_than_a_slice_is_one(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer, eager=False, drafts=15, rows=2, pages=400)
     await bench.start("a", 400, single_tokens=True)
