@@ -46,6 +46,8 @@ class Stream:
         self._repetition = repetition
         self._searched = stops is not None or repetition is not None
         self._single = single_tokens
+        self.min_tokens = 0
+        """Tokens whose text is not searched for stops."""
         self._tokens: list[int] | None = None
         """Those without text yet."""
         self._logprobs: list[RowLogprobs] | None = None
@@ -101,8 +103,8 @@ class Stream:
     def _search(self, token: int) -> tuple[str, Finish | None]:
         """The text that became certain with one more token, and the finish where it ends the answer."""
         text = self._detokenizer.feed([token])
-        if self._stops is not None and text:
-            text, matched = self._stops.feed(text)
+        if text:
+            text, matched = self._scan(text)
             if matched is not None:
                 return text, Finish(FinishReason.STOP, matched)
         if self._repetition is not None and self._repetition.feed(token):
@@ -123,15 +125,19 @@ class Stream:
                 self._count([last], rows)
             elif (found := self.feed([last], rows)) is not None:
                 return found
-        text = self._detokenizer.finish()
-        if self._stops is not None:
-            text, matched = self._stops.feed(text)
-            if matched is not None:
-                finish = Finish(FinishReason.STOP, matched)
-            else:
-                text += self._stops.flush()
+        text, matched = self._scan(self._detokenizer.finish())
+        if matched is not None:
+            finish = Finish(FinishReason.STOP, matched)
+        elif self._stops is not None:
+            text += self._stops.flush()
         self._send(text, finish)
         return finish
+
+    def _scan(self, text: str) -> tuple[str, str | None]:
+        """What may be given out of more text, and the stop that is complete with it."""
+        if self._stops is None or self.count <= self.min_tokens:
+            return text, None
+        return self._stops.feed(text)
 
     def fail(self, finish: Finish) -> None:
         """Send an error as the last piece, also where sending the last piece raised."""

@@ -324,7 +324,9 @@ class Submitter:
         if text.stop or text.stop_regex:
             stops = StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
         repetition = None if text.repetition is None else RepetitionScanner(text.repetition)
-        return Stream(index, run.sink, run.last, detokenizer, stops, repetition, job.single_tokens)
+        stream = Stream(index, run.sink, run.last, detokenizer, stops, repetition, job.single_tokens)
+        stream.min_tokens = job.sampling.min_tokens
+        return stream
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()

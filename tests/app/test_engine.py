@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -45,6 +46,21 @@ async def test_a_stop_string_ends_the_request_and_takes_back_what_ran_ahead(
     finish = bench.pieces["a-0"][-1].finish
     assert finish is not None and finish.matched == stop
     assert run.requests[0].output == bench.tokens("a-0")
+
+
+@pytest.mark.parametrize("least", [0, 1, 12, 20, 40])
+async def test_a_stop_string_counts_behind_min_tokens(bench: Bench, tokenizer: Tokenizer, least: int) -> None:
+    """As in vLLM since its issue 21987."""
+    full = oracle(PROMPT.tolist(), 40, VOCAB)
+    stop = next(chr(token) for token in full if 32 < token < 127 and full.count(token) > 1)
+    at = next((n for n, token in enumerate(full) if token == ord(stop) and n >= least), None)
+    sampling = msgspec.structs.replace(GREEDY, min_tokens=least)
+    run = await bench.start("a", 40, sampling=sampling, text=TextOptions(stop=(stop,), include_stop=True))
+    await run.wait()
+    await settle()
+    assert bench.tokens("a-0") == full[: None if at is None else at + 1]
+    assert bench.reason("a-0") is (FinishReason.LENGTH if at is None else FinishReason.STOP)
+    assert "".join(piece.text for piece in bench.pieces["a-0"]) == tokenizer.decode(bench.tokens("a-0"))
 
 
 async def test_the_pieces_of_an_unfinished_text_concatenate_to_its_decoding(
