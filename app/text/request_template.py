@@ -1,8 +1,8 @@
 """Chat templates sent with a request: rendered in the helper process, which can be killed.
 
-The sandbox looks at the clock between two operations; a single one over a text of 30 MB (`title`) outlasts
-any limit, and a thread cannot be stopped. The operator vouches for the model's own template, which stays in
-a thread.
+The sandbox looks at the clock between two operations; a single one over a text of 30 MB (`split`) holds the
+GIL for half a second, and a thread cannot be stopped. The operator vouches for the model's own template,
+which stays in a thread.
 """
 
 from __future__ import annotations

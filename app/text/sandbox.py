@@ -5,7 +5,9 @@ from reaching Python; nothing there keeps it from running for ever or from filli
 a thread cannot be killed. So the template is compiled with checks where work is made:
 
     loops                  every turn looks at the clock (`_TimedLoop`)
-    calls, filters, tests  look at the clock; their arguments cannot ask for huge results
+    calls, filters, tests  look at the clock; their arguments cannot ask for huge results, and cannot be
+                           nested so that they are never printed or compared to the end
+    lazy items of filters  each looks at the clock (`Sandbox._timed`)
     + * % ** ~             are refused when the result would be too large
     output, set blocks     are added up before they are joined
     all values created     are added up too, also those that were freed
@@ -17,11 +19,10 @@ tens of milliseconds of its deadline.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from datetime import datetime
 from functools import partial, wraps
 from itertools import chain
@@ -32,23 +33,23 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_indent
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_CHARS = 32 * 2**20
-"""In one string a template makes, its output among them; a request body has no more."""
-MAX_ITEMS = 250_000
-"""In one list it makes, and values seen when a nested one is printed or compared (50 ms)."""
-MAX_DEPTH = 1_000
-"""Of a nested value."""
-MAX_ARGUMENT = 100_000
-"""Of numbers given to filters and string methods: widths, counts, precisions."""
-MAX_BITS = 4_096
-"""In whole numbers."""
-MAX_WORK = 10**9
-"""Length of a string times that of a string argument: what `strip` may compare."""
+from app.text.operations import (
+    ITERATED,
+    MAX_CHARS,
+    MAX_ITEMS,
+    PASSED,
+    READ_TESTS,
+    bounded,
+    check_arguments,
+    check_operands,
+    listed,
+    refuse,
+)
 
 MAX_MADE = 2**29
 """Bytes of all texts and lists that one rendering creates, which bounds what it holds: without it, one held
@@ -56,6 +57,8 @@ MAX_MADE = 2**29
 
 _DROPPED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters that no chat template uses and whose time or size has no simple bound."""
+_DROPPED_METHODS = frozenset(("encode", "expandtabs", "from_bytes", "translate"))
+"""The same of methods."""
 
 
 class OutOfTime(TemplateError):
@@ -86,7 +89,7 @@ class Budget(threading.local):
             if not isinstance(value, str | bytes):
                 self._left -= _SMALL * len(value)
             if self._left < 0:
-                _refuse("all that it makes")
+                refuse("all that it makes")
         return value
 
     def tick(self) -> None:
@@ -115,7 +118,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
-            finalize=_bounded,  # every value on its way into the output
+            finalize=bounded,  # every value on its way into the output
             optimized=False,  # constant folding would run filters while compiling, with no budget
         )
         self.budget = Budget()
@@ -124,13 +127,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters |= {"tojson": _to_json, "indent": _indent}
-        tables: tuple[dict[str, Any], ...] = (self.filters, self.tests)
-        for table in tables:
-            table |= {name: self._guarded(name, call) for name, call in table.items()}
-        self.filters |= {
+        filters: dict[str, Any] = self.filters
+        tests: dict[str, Any] = self.tests
+        filters |= {name: self._guarded(name, call, name not in PASSED) for name, call in filters.items()}
+        tests |= {name: self._guarded(name, call, name in READ_TESTS) for name, call in tests.items()}
+        filters |= {
             _TIMED: partial(_TimedLoop, self.budget),
             _JOIN: self._join_values,
-            _BOUNDED: _bounded,
+            _BOUNDED: bounded,
             _CHARGED: self.budget.charge,
         }
         self.globals |= {
@@ -151,28 +155,49 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # `str.format` arrives wrapped by Jinja2's own sandbox.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | list | tuple | dict | int | float):
-            _check_arguments(__obj.__name__, owner, args, kwargs)
+            if __obj.__name__ == "join":
+                args = tuple(map(listed, args))
+            check_arguments(__obj.__name__, owner, args, kwargs)
+        if not isinstance(__obj, Macro):
+            for argument in chain(args, kwargs.values()):
+                bounded(argument)
         return __self.budget.charge(super().call(__context, __obj, *args, **kwargs))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in _DROPPED_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.tick()
-        _check_operands(operator, left, right)
+        check_operands(operator, left, right)
         return self.budget.charge(super().call_binop(context, operator, left, right))
 
-    def _guarded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or test that looks at the clock and at its arguments. `wraps` keeps the marks by
-        which Jinja2 knows what to pass first."""
-        passes = hasattr(call, "jinja_pass_arg")
+    def _guarded(self, name: str, call: Callable[..., Any], reads: bool) -> Callable[..., Any]:
+        """A filter or test that looks at the clock and at its arguments; one that `reads` its value prints or
+        compares it, or walks through it at once. `wraps` keeps the marks by which Jinja2 knows what to pass
+        first."""
+        passes = int(hasattr(call, "jinja_pass_arg"))
 
         @wraps(call)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             self.budget.tick()
-            values = args[1:] if passes else args
-            if values:
-                _check_arguments(name, values[0], values[1:], kwargs)
-            return self.budget.charge(call(*args, **kwargs))
+            first, value, others = args[:passes], args[passes], args[passes + 1 :]
+            if reads and name in ITERATED:
+                value = listed(value)
+            if name in ITERATED and isinstance(value, _SIZED) and len(value) > MAX_ITEMS:
+                refuse(f"what {name} goes through")
+            for each in chain((value,) if reads else (), others, kwargs.values()):
+                bounded(each)
+            check_arguments(name, value, others, kwargs)
+            made = call(*first, value, *others, **kwargs)
+            return self._timed(made) if isinstance(made, Generator) else self.budget.charge(made)
 
         return guarded
+
+    def _timed(self, items: Iterable[Any]) -> Iterator[Any]:
+        """What a filter makes item by item. Lists among them are new: `batch` and `slice` make them."""
+        for item in items:
+            self.budget.tick()
+            yield self.budget.charge(item) if isinstance(item, list) else item
 
     def _joined(self, parts: Iterable[str]) -> str:
         """Joins the output of a template, macro or block."""
@@ -181,14 +206,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for part in parts:
             total += len(part)
             if total > MAX_CHARS:
-                _refuse("the output")
+                refuse("the output")
             pieces.append(part)
         text: str = self.budget.charge("".join(pieces))
         return text
 
     def _join_values(self, values: list[Any]) -> str:
         """The `~` operator."""
-        return self._joined(str(_bounded(value)) for value in values)
+        return self._joined(str(bounded(value)) for value in values)
 
 
 _TIMED, _JOIN, _BOUNDED, _CHARGED = "loom turns", "loom join", "loom bounded", "loom made"
@@ -214,6 +239,8 @@ class _Checks(NodeTransformer):
                 return _filter(nodes.List(node.nodes, lineno=node.lineno), _JOIN)
             case nodes.Getitem(arg=nodes.Slice()):
                 return _filter(node, _CHARGED)
+            case nodes.Getitem(arg=key) if not isinstance(key, nodes.Const):
+                node.arg = _filter(key, _BOUNDED)  # errors print it
             case nodes.Tuple(ctx="load"):
                 return _filter(node, _BOUNDED)
         return node
@@ -265,156 +292,20 @@ class _SafeNamespace(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # not its values, which may be nested without bounds
+
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"the name {name!r} begins with an underscore")
 
 
-# -- limits of operations -------------------------------------------------------------------
-
-
-def _refuse(what: str) -> NoReturn:
-    raise SecurityError(f"{what} is larger than a chat template may make")
-
-
-def _check_arguments(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call of a filter or method whose result or work could be out of proportion."""
-    for argument in chain(args, kwargs.values()):
-        _check_argument(name, value, argument)
-    if name in ("format", "format_map"):
-        _check_format(str(value))
-    elif name == "replace" and isinstance(value, str) and len(args) >= 2:
-        _check_replace(value, str(args[0]), str(args[1]))
-    elif name in _WALKED:
-        _check_walk(value, args)
-    elif name in _COMPARED or name in _ORDER_TESTS:
-        for argument in chain((value,), args):
-            _bounded(argument)
-    elif name == "sum":
-        _check_sum(kwargs.get("start", args[1] if len(args) > 1 else 0))
-
-
-def _check_argument(name: str, value: Any, argument: Any) -> None:
-    if isinstance(argument, int) and abs(argument) > MAX_ARGUMENT and name not in _PLAIN:
-        _refuse(f"the argument {name}(... {argument!r:.20} ...)")
-    if isinstance(argument, str) and isinstance(value, str) and len(value) * len(argument) > MAX_WORK:
-        _refuse(f"the work of {name}()")
-
-
-def _check_walk(value: Any, args: tuple[Any, ...]) -> None:
-    glue = value if isinstance(value, str) else next(iter(args), "")
-    items = args[0] if isinstance(value, str) and args else value
-    _bounded(items, len(glue) if isinstance(glue, str) else 0)
-
-
-def _check_replace(value: str, old: str, new: str) -> None:
-    if len(value) + value.count(old) * len(new) > MAX_CHARS:
-        _refuse("the result of replace()")
-
-
-def _check_sum(start: object) -> None:
-    if not isinstance(start, int | float):
-        raise SecurityError("sum() adds numbers only")
-
-
-_WALKED = frozenset(("join", "tojson", "string", "e", "escape", "forceescape", "replace", "urlencode"))
-"""Filters and methods that print nested values."""
-_COMPARED = frozenset(("sort", "dictsort", "unique", "groupby", "min", "max", "index", "count", "in"))
-"""Filters and methods that compare nested values."""
-_ORDER_TESTS = frozenset(
-    ("eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", ">", "ge", ">=")
-)
-_PLAIN = _ORDER_TESTS | frozenset(("d", "default", "in", "get", "index", "count", "divisibleby"))
-"""May be given any number: it is only compared or passed through."""
-
-_LONG_FIELD = re.compile(r"\d{5}|\*|\{[^{}]*\{")
-
-
-def _check_format(text: str) -> None:
-    """Widths of five digits, or that are themselves arguments."""
-    if _LONG_FIELD.search(text):
-        _refuse("a width in a format")
-
-
-def _check_operands(operator: str, left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        _check_numbers(operator, left, right)
-    elif operator == "*":
-        _check_repetition(left, right)
-        _check_repetition(right, left)
-    elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-        if len(left) + len(right) > (MAX_CHARS if isinstance(left, str) else MAX_ITEMS):
-            _refuse("a sum")
-    elif operator == "%" and isinstance(left, str | bytes):
-        _check_format(str(left))
-        _bounded(right)
-
-
-def _check_numbers(operator: str, left: int, right: int) -> None:
-    bits = left.bit_length() + right.bit_length()
-    if operator == "**":
-        bits = left.bit_length() * max(right, 1)
-    if operator in ("**", "*") and bits > MAX_BITS:
-        _refuse("a number")
-
-
-def _check_repetition(value: Any, times: Any) -> None:
-    if isinstance(times, int) and isinstance(value, str | bytes | list | tuple):
-        limit = MAX_CHARS if isinstance(value, str | bytes) else MAX_ITEMS
-        if len(value) * max(times, 0) > limit:
-            _refuse("a repetition")
-
-
-def nested(value: object) -> Iterator[tuple[int, object]]:
-    """A value and all values inside it, with their depth from 1; of dictionaries the keys too."""
-    ahead: list[Iterator[object]] = [iter((value,))]
-    while ahead:
-        for item in ahead[-1]:
-            yield len(ahead), item
-            if isinstance(item, dict):
-                ahead.append(chain(item.keys(), item.values()))
-                break
-            if isinstance(item, list | tuple | set | frozenset):
-                ahead.append(iter(item))
-                break
-        else:
-            ahead.pop()
-
-
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-
-
-def _bounded(value: Any, per_item: int = 0) -> Any:
-    """`value`, unless it is nested so that printing or comparing it would not end in time: a list
-    of itself twice, forty times over, takes no memory until it is printed."""
-    if not isinstance(value, _CONTAINERS):
-        return value
-    level: list[Any] = [value]
-    seen = chars = depth = 0
-    while level:  # all values of one depth after the other: a sixth of the time that each on its own takes
-        depth, seen, chars = depth + 1, seen + len(level), chars + per_item * len(level)
-        deeper: list[Any] = []
-        for item in level:
-            if isinstance(item, str):
-                chars += len(item)
-            elif isinstance(item, _CONTAINERS):
-                if seen + len(deeper) + len(item) > MAX_ITEMS:
-                    _refuse("a value")
-                deeper += item
-                if isinstance(item, dict):
-                    deeper += item.values()
-        if seen + len(deeper) > MAX_ITEMS or chars > MAX_CHARS or depth > MAX_DEPTH:
-            _refuse("a value")
-        level = deeper
-    return value
-
-
 # -- names that chat templates know ----------------------------------------------------------------
 
 
 def _raise(message: object) -> NoReturn:
-    raise TemplateError(str(message))
+    raise TemplateError(str(message))  # bounded, as all arguments
 
 
 def _now(form: str) -> str:
@@ -448,5 +339,5 @@ def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = Fal
     """Jinja2's filter, its size known before it is made."""
     per_line = len(width) if isinstance(width, str) else width
     if len(s) + (len(s.splitlines()) + 1) * per_line > MAX_CHARS:
-        _refuse("the result of indent()")
+        refuse("the result of indent()")
     return do_indent(s, width, first, blank)

@@ -15,7 +15,8 @@ from jinja2.exceptions import SecurityError
 
 from app.text import harmony
 from app.text.hermes import parsed_arguments, tools_as_text
-from app.text.sandbox import OutOfTime, Sandbox, nested
+from app.text.operations import nested
+from app.text.sandbox import OutOfTime, Sandbox
 from core.errors import ModelError, RequestError
 
 Message = Mapping[str, Any]
@@ -345,6 +346,7 @@ def _chars(value: object, limit: int) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """First 300 characters of what went wrong, on one line, without a full stop at the end."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """First 300 characters of what went wrong, on one line, without a full stop at the end. What a template
+    says may quote half a character, which has no bytes."""
+    text = " ".join(str(error).encode(errors="replace").decode().split()) or type(error).__name__
     return text[:300].rstrip(".")
