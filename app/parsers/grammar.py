@@ -20,6 +20,10 @@ from core.grammar import GrammarSpec
 
 _encode = msgspec.json.Encoder().encode
 
+MAX_SCHEMAS = 256 * 1024
+"""Bytes of the schemas that calls are held to. They stand in the grammar, which may have no more
+(`gpu/grammar/limits.py`); for some families it is ten times as long."""
+
 
 class Tool(msgspec.Struct, frozen=True):
     """A function that may be called."""
@@ -148,10 +152,19 @@ def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
             param,
             "unsupported",
         )
+    _check_schemas(wanted.tools, free)
     tags = [_tag(tool, family.writing, free, param) for tool in wanted.tools]
     if not free:
         return _group(tags, family.writing, wanted.many)
     return _within_text(tags, family, family.begun(tool.name for tool in wanted.tools), wanted.many)
+
+
+def _check_schemas(tools: tuple[Tool, ...], free: bool) -> None:
+    """Raise `RequestError` for too long schemas of the tools that are held to them."""
+    size = sum(len(_encode(without_notes(tool.schema))) for tool in tools if tool.strict or not free)
+    if size > MAX_SCHEMAS:
+        what = f"have schemas of {size:,} bytes; calls can be held to at most {MAX_SCHEMAS:,}"
+        raise field_error("tools", what)
 
 
 def _held(wanted: Wanted, family: ToolFamily | None) -> bool:

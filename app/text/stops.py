@@ -30,6 +30,9 @@ _PATTERN_MEMORY = 1 << 20
 """Bytes that RE2 may use for one pattern (its own default is 8 MB): compiling stays in the
 milliseconds, `(x{1000}){1000}` is refused."""
 
+MAX_CLASSES = 16
+"""Classes of Unicode in one pattern: 320 of them took 60 ms to read."""
+
 MAX_PROGRAM = 2_000
 """RE2 instructions of all patterns of a request. Every token searches the last `WINDOW` characters
 again, at worst in the time of characters times instructions: 8 patterns of 10,000 instructions kept
@@ -57,12 +60,15 @@ def check_stops(stops: Sequence[str], patterns: Sequence[str] = (), choices: int
         raise RequestError(
             f"stop_regex takes at most {MAX_PATTERNS} patterns, got {len(patterns)}.", "stop_regex"
         )
-    if (size := sum(compile_pattern(pattern).programsize for pattern in patterns)) > MAX_PROGRAM:
-        raise RequestError(
-            f"stop_regex is too large: its patterns compile to {size} instructions, at most "
-            f"{MAX_PROGRAM} are taken. Write smaller repetition counts.",
-            "stop_regex",
-        )
+    size = 0
+    for pattern in patterns:  # one after the other: those behind a large one need not be compiled
+        size += compile_pattern(pattern).programsize
+        if size > MAX_PROGRAM:
+            raise RequestError(
+                f"stop_regex is too large: its patterns compile to {size} instructions, at most "
+                f"{MAX_PROGRAM} are taken. Write smaller repetition counts.",
+                "stop_regex",
+            )
     if size * choices > MAX_PROGRAMS:
         raise RequestError(
             f"stop_regex is too large for {choices} choices: its patterns compile to {size} instructions, at "
@@ -77,6 +83,11 @@ def compile_pattern(pattern: str) -> Any:
     if len(pattern) > MAX_PATTERN_CHARS:
         raise RequestError(
             f"a stop_regex has at most {MAX_PATTERN_CHARS} characters, got {len(pattern)}.", "stop_regex"
+        )
+    if pattern.count("\\p") + pattern.count("\\P") > MAX_CLASSES:
+        raise RequestError(
+            f"a stop_regex has at most {MAX_CLASSES} classes of Unicode (\\p and \\P); repeat one instead.",
+            "stop_regex",
         )
     options = re2.Options()
     options.max_mem = _PATTERN_MEMORY

@@ -146,6 +146,7 @@ CASES: list[tuple[str, object, int, str | None]] = [
     ),
     (CHAT, chat(response_format="json"), 400, "response_format.type"),
     (CHAT, chat(regex="a+", ebnf="root ::= 'a'"), 400, "ebnf"),
+    (CHAT, chat(json_schema='"' + "x" * 2**19 + '"'), 400, "json_schema"),
     (CHAT, chat(lora_path="x"), 400, "lora_path"),
     (COMPLETIONS, text(suffix="x"), 400, "suffix"),
     (GENERATE, native(json_schema=[1]), 400, "sampling_params.json_schema"),

@@ -158,6 +158,13 @@ def test_a_hostile_pattern_is_linear() -> None:
     assert run(StopScanner((), ("(a+)+$b",)), ["a" * 40] * 5) == ("a" * 200, None)
 
 
+def test_many_classes_of_unicode_are_refused_unread() -> None:
+    check_stops((), (r"\p{Nd}\PN" * 2,))
+    with pytest.raises(RequestError, match="at most 16 classes of Unicode") as refused:
+        check_stops((), (r"(?i)" + r"\PL" * 320,))
+    assert refused.value.param == "stop_regex"
+
+
 def test_large_patterns_are_for_few_choices() -> None:
     pattern = (r"\b(.*a){100}zz",)
     check_stops((), pattern)

@@ -14,6 +14,7 @@ from app.api.openai.common import base_job, check_stream_fields, request_id
 from app.api.openai.stream import GenerationRequest
 from app.api.request.beam import check_beam
 from app.api.request.messages import (
+    CALL,
     check_messages,
     chosen_template,
     generation_prompt,
@@ -35,6 +36,7 @@ from app.engine.job import Job, Run
 from app.engine.reasoning_budget import Watch, watched
 from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside
+from app.http.body import check_depth
 from app.http.delivery import Frames
 from app.http.sse import OPENAI, Dialect
 from app.parsers.grammar import Wanted
@@ -116,9 +118,16 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     text = shown(prompt, loaded)
     watch = Watch(reading=_reading(body, loaded, tools, family, text), budget=budget or None)
     wanted = Wanted(answer=job.grammar, tools=tools.callable, calls=tools.calls, many=tools.many)
-    job, watch = constrained(job, text, wanted, watch)
+    job, watch = await aside(_schema_count(wanted), lambda: constrained(job, text, wanted, watch))
     check_beam(job)
     return job, watch
+
+
+def _schema_count(wanted: Wanted) -> int:
+    """Items of what an answer may contain, for `aside`: one per `CALL` characters of its schemas. 256 KB take
+    0.1 s where each argument has a grammar of its own."""
+    size = len(wanted.answer.text) if wanted.answer is not None else 0
+    return (size + sum(len(msgspec.json.encode(tool.schema)) for tool in wanted.tools)) // CALL
 
 
 async def _render(
@@ -130,6 +139,7 @@ async def _render(
     if loaded.tools is not None and template.drops_calls:
         messages = written_calls(messages, loaded.tools)
     add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)
+    check_depth(body.documents, "documents")
     arguments = template_arguments(
         body.chat_template_kwargs, documents=body.documents, reasoning_effort=body.reasoning_effort
     )

@@ -55,6 +55,11 @@ CONSTRAINTS = frozenset({*_PLAIN, "structured_outputs", "response_format"})
 """All the fields."""
 
 
+MAX_TEXT = 512 * 1024
+"""Characters of one: as many as any kind may have when it is compiled (`gpu/grammar/limits.py`). Before that
+it may be read on the loop."""
+
+
 class _Constraint(NamedTuple):
     """One constraint as it was sent."""
 
@@ -78,7 +83,10 @@ def constraint_of(body: ExtensionFields, sampling: ExtensionFields | None = None
             sent[1].param,
         )
     param, kind, value, lenient = sent[0]
-    return GrammarSpec(kind, _text(kind, value, param), param, lenient)
+    text = _text(kind, value, param)
+    if len(text) > MAX_TEXT:
+        raise field_error(param, f"has {len(text):,} characters; at most {MAX_TEXT:,} are taken")
+    return GrammarSpec(kind, text, param, lenient)
 
 
 def structured_outputs(spec: GrammarSpec) -> dict[str, object]:
