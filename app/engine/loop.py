@@ -128,7 +128,7 @@ class Engine:
 
     def cached(self, root: RootKey, prompt: Ints) -> int:
         """Tokens of a prompt that are cached. Nothing is locked or refreshed."""
-        return self._scheduler.cache.peek(root, prompt, len(prompt)).units
+        return self._scheduler.cache.peek(root, prompt, len(prompt)).tokens
 
     async def quiet(self) -> None:
         """Until no step is in flight. Raises `EngineFailed`."""

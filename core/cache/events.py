@@ -53,8 +53,7 @@ class CacheEvents:
     Owner: event loop. Stored pages cost it about a microsecond each.
     """
 
-    def __init__(self, num_pages: int, bigram: bool = False) -> None:
-        self._bigram = bigram
+    def __init__(self, num_pages: int) -> None:
         # By page id. 0: not cached, or not published.
         self._hashes = np.zeros(num_pages, np.uint64)
         self._pending: list[CacheEvent] = []
@@ -79,8 +78,7 @@ class CacheEvents:
             state = _digest(state.to_bytes(HASH_BYTES, "big") + node.key[at : at + width])
             hashes.append(state)
         self._hashes[node.pages] = hashes
-        units = np.frombuffer(node.key, np.int64)
-        self._add(Stored(root, parent, hashes, units >> 32 if self._bigram else units))
+        self._add(Stored(root, parent, hashes, np.frombuffer(node.key, np.int64)))
 
     def removed(self, pages: Ints) -> None:
         """The pages of a node were dropped from the tree."""

@@ -12,7 +12,7 @@ from core.cache.events import CacheEvents
 from core.cache.evict import EVICTION_KEYS
 from core.cache.hold import Hold
 from core.cache.integrity import check
-from core.cache.key import num_units, pack
+from core.cache.key import pack
 from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError, PageAllocator
 from core.cache.pins import Pins
@@ -49,9 +49,8 @@ class CacheManager:
 
     Owner: event loop; the scheduler uses the cache through it alone. `num_pages` includes page 0, the
     dump, which is never handed out. With `radix` off every match is empty and nothing is kept.
-    With `bigram` on, pages are keyed by pairs of tokens: a page of tokens is cached once the token
-    after it is known. `pin_share` of the pool may be pinned. `events` are told what the tree stores and
-    removes; None costs nothing.
+    `pin_share` of the pool may be pinned. `events` are told what the tree stores and removes; None costs
+    nothing.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class CacheManager:
         *,
         radix: bool = True,
         eviction: Eviction = "lru",
-        bigram: bool = False,
         pin_share: float = 0.5,
         events: CacheEvents | None = None,
     ) -> None:
@@ -69,7 +67,6 @@ class CacheManager:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
         self._radix = radix
-        self._bigram = bigram
         self._pages = PageAllocator(num_pages)
         self._events = events
         self._tree = RadixTree(page_size, EVICTION_KEYS[eviction], events)
@@ -126,7 +123,7 @@ class CacheManager:
         if self._checkpoints is None:
             return prefix
         node = self._checkpoints.usable(prefix.node)
-        return Prefix(node, b"", None, num_units(self._depth(node), self._bigram))
+        return Prefix(node, b"", None, self._depth(node))
 
     def is_current(self, prefix: Prefix) -> bool:
         """Whether the tree is still as it was where the prefix ends. O(1). With checkpoints, which come and
@@ -135,15 +132,15 @@ class CacheManager:
 
     def _key(self, tokens: Ints, limit: int) -> bytes:
         """The key of the whole pages among the first `limit` tokens."""
-        units = min(limit, num_units(len(tokens), self._bigram)) if self._radix else 0
-        return pack(tokens, 0, max(units - units % self.page_size, 0), self._bigram)
+        pages = max(min(limit, len(tokens)) // self.page_size, 0) if self._radix else 0
+        return pack(tokens[: pages * self.page_size])
 
     def would_fit(self, prefix: Prefix, num_tokens: int, spare: int, gone: Sequence[Hold] = ()) -> bool:
         """Whether `try_reserve` would succeed for the prefix once the holds in `gone` were released."""
         locks = Counter(node for hold in gone for node in hold.node.path())
         given = sum(len(node.pages) for node, count in locks.items() if node.locks == count)
         given += sum(len(hold.pages) - hold.shared + len(hold.duplicates) for hold in gone)
-        shared = prefix.units // self.page_size
+        shared = prefix.tokens // self.page_size
         need = max(-(-num_tokens // self.page_size) - shared, 0)
         # What the prefix stands on is locked then, and nothing of it can be evicted.
         spelled = prefix.node.path()
@@ -222,13 +219,13 @@ class CacheManager:
             raise ValueError(f"{len(tokens)} tokens committed on {len(hold.pages)} pages")
         if not self._radix:
             return
-        end = num_units(len(tokens), self._bigram) // self.page_size
+        end = len(tokens) // self.page_size
         if end <= start:
             self._tree.promote(hold.node, priority)
             return
         # From the hold's node, not from the root: splits leave old objects the suffix, so it ends
         # at `start` pages whatever happened above it.
-        key = pack(tokens, start * self.page_size, end * self.page_size, self._bigram)
+        key = pack(tokens[start * self.page_size : end * self.page_size])
         hold.node, found = self._tree.insert(hold.node, root, key, hold.pages[start:end], priority)
         hold.duplicates += hold.pages[start : start + found]
         hold.shared = end

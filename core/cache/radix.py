@@ -18,7 +18,7 @@ import numpy as np
 from core.cache.checkpoints import Checkpoints
 from core.cache.events import CacheEvents
 from core.cache.evict import EvictionKey
-from core.cache.key import WIDTH, common_units
+from core.cache.key import WIDTH, common_tokens
 from core.cache.node import NO_PAGES, Edge, RadixNode
 from core.cache.pages import IntegrityError
 from core.types import Ints, RootKey
@@ -35,7 +35,7 @@ class Prefix(NamedTuple):
     node: RadixNode
     edge: Edge
     below: RadixNode | None
-    units: int
+    tokens: int
 
 
 class QueueEntry(msgspec.Struct, order=True, frozen=True, gc=False):
@@ -93,7 +93,7 @@ class RadixTree:
         if start is None:
             return Prefix(self.top, root, None, 0)
         node, below, at = self._reach(start, key)
-        spelled = at + (common_units(key, at, below.key) * WIDTH // self._step * self._step if below else 0)
+        spelled = at + (common_tokens(key, at, below.key) * WIDTH // self._step * self._step if below else 0)
         return Prefix(node, key[at : at + self._step], below, spelled // WIDTH)
 
     def is_current(self, prefix: Prefix) -> bool:
@@ -135,7 +135,7 @@ class RadixTree:
         self._now += 1
         node, below, at = self._reach(start, key)
         if below is not None:
-            node = below.split(common_units(key, at, below.key) * WIDTH // self._step)
+            node = below.split(common_tokens(key, at, below.key) * WIDTH // self._step)
             self.nodes += 1
             at += len(node.key)
         walk: RadixNode | None = node

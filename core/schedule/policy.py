@@ -151,7 +151,7 @@ def longest_prefix(prefixes: Prefixes) -> Ranking:
 
     def ranking(head: list[Request]) -> Rank:
         found = prefixes.of(head)
-        return lambda request: -found[request].units if request in found else 0
+        return lambda request: -found[request].tokens if request in found else 0
 
     return ranking
 

@@ -32,7 +32,7 @@ def preempted(waiting: Waiting, running: Iterable[Request], gap: int, prefills: 
         (r for r in rows if head.priority - r.priority >= gap),
         key=lambda r: (r.priority, -r.number),
     )
-    left = head.num_tokens - prefix.units
+    left = head.num_tokens - prefix.tokens
     for count in range(1, len(victims) + 1):
         gone = victims[:count]
         if admission.would_fit(head, prefix, gone):

@@ -98,7 +98,7 @@ class Prefills:
                 line[request.caller] += request.to_compute * (request.priority >= first.priority)
         else:
             line.update(self._waiting.prompts)
-        first.cached = self.admission.prefix(first).units
+        first.cached = self.admission.prefix(first).tokens
         turns = self._waiting.callers if self._fair else None
         before = tokens_before(line, first.caller, first.to_compute, turns)
         first.expected = self._time.forecast(before + self._waiting.retracted_tokens)

@@ -230,24 +230,6 @@ class TestCommit:
         assert cache.match(A, seq(8, 100), 8).tokens == 0
 
 
-class TestBigram:
-    def test_a_page_is_cached_once_the_token_after_it_is_known(self) -> None:
-        cache = CacheManager(32, 4, bigram=True)
-        hold = admit(cache, seq(9))
-        for n, shared in [(4, 0), (5, 1), (8, 1), (9, 2)]:
-            cache.commit(hold, A, seq(n))
-            assert hold.shared == shared
-            cache.check_integrity([hold])
-
-    def test_a_page_matches_only_with_the_token_after_it(self) -> None:
-        cache = CacheManager(32, 4, bigram=True)
-        serve(cache, seq(9))
-        assert cache.match(A, seq(9), 9).tokens == 8
-        assert cache.match(A, seq(9), 8).tokens == 8
-        assert cache.match(A, seq(8), 8).tokens == 4, "the pair of token 7 is not known"
-        assert cache.match(A, ints([0, 1, 2, 3, 99, 5]), 6).tokens == 0, "token 3 is followed by another"
-
-
 class TestRelease:
     def test_without_tokens_the_uncommitted_is_freed(self) -> None:
         cache = CacheManager(32, 4)
@@ -388,7 +370,7 @@ def test_a_peek_changes_nothing_and_knows_when_it_is_outdated() -> None:
     before = cache.statistics()
     inside = cache.peek(A, tokens, 16)
     nowhere = cache.peek(B, tokens, 16)
-    assert (inside.units, nowhere.units) == (8, 0)
+    assert (inside.tokens, nowhere.tokens) == (8, 0)
     assert cache.statistics() == before
     assert cache.is_current(inside) and cache.is_current(nowhere)
     serve(cache, seq(20))  # grows elsewhere
@@ -396,7 +378,7 @@ def test_a_peek_changes_nothing_and_knows_when_it_is_outdated() -> None:
     serve(cache, tokens)  # splits the node that the peek ended in
     assert not cache.is_current(inside)
     longer = cache.peek(A, tokens, 16)
-    assert longer.units == 16
+    assert longer.tokens == 16
     serve(cache, seq(4, 50), B)
     assert not cache.is_current(nowhere)
     cache.flush()

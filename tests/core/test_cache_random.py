@@ -27,7 +27,7 @@ PIN_SHARE = 0.7
 ROOTS = (RootKey(), RootKey(adapter="a"), RootKey(salt="a"))
 
 Prefix = tuple[RootKey, bytes]
-"""A root and the int32 tokens up to the end of a page (and one more with bigrams)."""
+"""A root and the int32 tokens up to the end of a page."""
 
 
 OWNERS = ("", "a", "b")
@@ -58,19 +58,17 @@ class Running:
 class World:
     """A cache, its oracle, a device memory and the requests that run."""
 
-    def __init__(self, page_size: int, eviction: Eviction, bigram: bool, radix: bool, seed: str) -> None:
+    def __init__(self, page_size: int, eviction: Eviction, radix: bool, seed: str) -> None:
         self.rng = random.Random(seed)
         self.size = page_size
-        self.bigram = bigram
         self.radix = radix
         self.num_pages = self.rng.choice([12, 30, 48])
-        self.events = CacheEvents(self.num_pages, bigram)
+        self.events = CacheEvents(self.num_pages)
         self.cache = CacheManager(
             self.num_pages,
             page_size,
             radix=radix,
             eviction=eviction,
-            bigram=bigram,
             pin_share=PIN_SHARE,
             events=self.events,
         )
@@ -90,7 +88,7 @@ class World:
 
     def prefix(self, root: RootKey, tokens: Ints, page: int) -> Prefix | None:
         """What page number `page` of `tokens` is cached under; None if that is not known yet."""
-        end = (page + 1) * self.size + self.bigram
+        end = (page + 1) * self.size
         return (root, tokens[:end].tobytes()) if end <= len(tokens) else None
 
     def expected(self, root: RootKey, tokens: Ints, limit: int) -> list[int]:
@@ -126,7 +124,7 @@ class World:
         assert set(self.cached.values()) == present, "the tree holds what nobody inserted"
         for root, tokens in self.cached:
             before = tokens[: -4 * self.size]
-            first = len(before) < 4 * (self.size + self.bigram)
+            first = len(before) < 4 * self.size
             assert first or (root, before) in self.cached, "a hole in a prefix"
 
     def pinned(self) -> set[Prefix]:
@@ -165,8 +163,7 @@ class World:
                 self.follower.removed(event.hashes)
             else:
                 assert not len(self.follower), "what was flushed is removed before"
-        # Under two keys of bigrams, pages may have the same tokens.
-        told = [(root, key[:-4] if self.bigram else key) for root, key in self.cached if not root.salt]
+        told = [(root, key) for root, key in self.cached if not root.salt]
         seen = [(each.adapter, np.array(each.tokens, np.int32).tobytes()) for each in self.follower]
         assert Counter(seen) == Counter((root.adapter, key) for root, key in told)
 
@@ -192,7 +189,7 @@ class World:
         prefix = self.cache.peek(root, tokens, limit)
         match = self.cache.match(root, tokens, limit)
         assert match.pages.tolist() == self.expected(root, tokens, limit)
-        assert prefix.units == match.tokens
+        assert prefix.tokens == match.tokens
         assert match.tokens == len(match.pages) * self.size
         self.forget_evicted(allowed=False)
 
@@ -234,10 +231,9 @@ class World:
         tokens = request.tokens[: request.written]
         hold, start = request.hold, request.hold.shared
         pages = list(hold.pages)
-        end = max((len(tokens) - self.bigram) // self.size, start) if self.radix else start
+        end = max(len(tokens) // self.size, start) if self.radix else start
         lost = []
         for page in range(start, end):
-            # Content is known by now, also where the last bigram was not when it was written.
             prefix = self.prefix(request.root, tokens, page)
             assert prefix is not None
             self.memory[pages[page]] = prefix
@@ -343,12 +339,11 @@ class World:
         return self.cache.statistics()
 
 
-@pytest.mark.parametrize("bigram", [False, True], ids=["plain", "bigram"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("eviction", get_args(Eviction))
-def test_random_workload(eviction: Eviction, page_size: int, bigram: bool) -> None:
-    """24 worlds of 450 steps."""
-    world = World(page_size, eviction, bigram, True, f"{eviction} {page_size} {bigram}")
+def test_random_workload(eviction: Eviction, page_size: int) -> None:
+    """Twelve worlds of 450 steps."""
+    world = World(page_size, eviction, True, f"{eviction} {page_size}")
     for _ in range(STEPS):
         world.step()
     done = world.drain()
@@ -361,7 +356,7 @@ def test_random_workload(eviction: Eviction, page_size: int, bigram: bool) -> No
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_random_workload_without_the_tree(page_size: int) -> None:
-    world = World(page_size, "lru", False, False, f"off {page_size}")
+    world = World(page_size, "lru", False, f"off {page_size}")
     for _ in range(STEPS):
         world.step()
     done = world.drain()

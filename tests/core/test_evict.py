@@ -19,7 +19,7 @@ A = RootKey()
 
 
 def key(tokens: Sequence[int]) -> bytes:
-    return pack(np.array(tokens, np.int32), 0, len(tokens), bigram=False)
+    return pack(np.array(tokens, np.int32))
 
 
 def put(tree: RadixTree, tokens: Sequence[int], pages: list[int], importance: int = 0) -> None:

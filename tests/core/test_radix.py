@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.cache.evict import lru
-from core.cache.key import WIDTH, common_units, num_units, pack
+from core.cache.key import WIDTH, common_tokens, pack
 from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError
 from core.cache.radix import RadixTree
@@ -24,7 +24,7 @@ def ints(values: Sequence[int]) -> Ints:
 
 
 def key(*tokens: int) -> bytes:
-    return pack(ints(tokens), 0, len(tokens), bigram=False)
+    return pack(ints(tokens))
 
 
 def add(tree: RadixTree, tokens: Sequence[int], pages: list[int], root: RootKey = A) -> RadixNode:
@@ -44,32 +44,14 @@ def found(tree: RadixTree, tokens: Sequence[int], root: RootKey = A) -> list[int
 
 
 class TestKey:
-    def test_plain_units_are_the_tokens(self) -> None:
-        assert np.frombuffer(pack(ints([5, 0, 7]), 0, 3, False), np.int64).tolist() == [5, 0, 7]
+    def test_it_is_the_tokens(self) -> None:
+        assert np.frombuffer(key(5, 0, 7), np.int64).tolist() == [5, 0, 7]
 
-    def test_a_slice_packs_as_the_slice_of_the_whole(self) -> None:
-        tokens = ints([3, 1, 4, 1, 5, 9, 2, 6])
-        for bigram in (False, True):
-            whole = pack(tokens, 0, num_units(8, bigram), bigram)
-            assert pack(tokens, 2, 6, bigram) == whole[2 * WIDTH : 6 * WIDTH]
-
-    def test_n_tokens_make_one_bigram_less(self) -> None:
-        assert [num_units(n, True) for n in (0, 1, 2, 5)] == [0, 0, 1, 4]
-        assert [num_units(n, False) for n in (0, 1, 2, 5)] == [0, 1, 2, 5]
-
-    def test_bigrams_keep_both_tokens_exactly(self) -> None:
-        edge = [0, 1, 2**31 - 1, 2**16, -1]
-        pairs = [(a, b) for a in edge for b in edge]
-        packed = {pack(ints(pair), 0, 1, True) for pair in pairs}
-        assert len(packed) == len(pairs)
-        (unit,) = np.frombuffer(pack(ints([7, 2**31 - 1]), 0, 1, True), np.int64).tolist()
-        assert (unit >> 32, unit & 0xFFFFFFFF) == (7, 2**31 - 1)
-
-    def test_common_units_stop_at_the_first_difference(self) -> None:
-        assert common_units(key(1, 2, 3, 4), 0, key(1, 2, 9, 4)) == 2
-        assert common_units(key(0, 1, 2, 3), WIDTH, key(1, 2, 3, 4)) == 3
-        assert common_units(key(1, 2), 0, key(9)) == 0
-        assert common_units(key(1), WIDTH, key(9)) == 0
+    def test_common_tokens_stop_at_the_first_difference(self) -> None:
+        assert common_tokens(key(1, 2, 3, 4), 0, key(1, 2, 9, 4)) == 2
+        assert common_tokens(key(0, 1, 2, 3), WIDTH, key(1, 2, 3, 4)) == 3
+        assert common_tokens(key(1, 2), 0, key(9)) == 0
+        assert common_tokens(key(1), WIDTH, key(9)) == 0
 
 
 class TestMatch:
