@@ -100,7 +100,7 @@ class PeerRank(Rank):
         self._gather_place = Place(number, group.ranks, limits.samples * limits.blocks(group.ranks))
 
     def reduce_sum(self, part: Tensor, num_rows: Tensor | None = None, pdl: bool = False) -> Tensor:
-        """See `gpu.ranks.Reducer.reduce_sum`, of [n, hidden] in the model's dtype or float32 [n, PAIR]."""
+        """See `gpu.ranks.Rank.reduce_sum`, of [n, hidden] in the model's dtype or float32 [n, PAIR]."""
         peers = self._pairs if part.shape[1] == PAIR else self._sums
         return push_sum(part.contiguous(), peers, self._sum_place, num_rows=num_rows, pdl=pdl)
 
@@ -130,7 +130,7 @@ class PeerRank(Rank):
         return push_rows(table, ids, self._sums, self._sum_place, num_rows=num_rows, pdl=pdl)
 
     def gather(self, part: Tensor) -> Tensor:
-        """See `gpu.ranks.Reducer.gather`, of logits: as many columns as the vocabulary has tokens, which the
+        """See `gpu.ranks.Rank.gather`, of logits: as many columns as the vocabulary has tokens, which the
         next call writes over."""
         return push_gather(part, self._gathers, self._gather_place, self._vocab)
 

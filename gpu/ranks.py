@@ -1,8 +1,8 @@
 """What ranks exchange within a step.
 
-Each rank runs the same calls in the same order, on a launch thread of its own. `Reducer` is what layers and
-sampling need; a GPU's launches kernels (`gpu.peers`). `RankGroup` is that of threads on a CPU, and carries
-what the host decides for all. Ranks of several processes are in `gpu.nodes`.
+Each rank runs the same calls in the same order, on a launch thread of its own. Here they are threads on a
+CPU. GPUs of one host launch kernels instead (`gpu.peers`) and decide here what the host decides for all.
+Ranks of several processes are in `gpu.nodes`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,21 +20,6 @@ from core.errors import EngineFailed
 from gpu.shard import Shard
 
 T = TypeVar("T")
-
-
-class Reducer(Protocol):
-    """One rank's way to the others. All ranks get equal bits: sampling relies on it.
-
-    A tensor that was given stays as it is until the rank's next call has returned.
-    """
-
-    def reduce_sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts of one shape, in the order of ranks: a new tensor in their dtype."""
-        ...
-
-    def gather(self, part: Tensor) -> Tensor:
-        """All ranks' parts [n, size] beside each other, in the order of ranks: a new [n, ranks * size]."""
-        ...
 
 
 class RankGroup:
@@ -65,7 +50,8 @@ class RankGroup:
 
 
 class Rank:
-    """One of a group: its `Reducer` on a CPU. Owner: its launch thread."""
+    """One of a group, and its way to the others. All ranks get equal bits: sampling relies on it. A tensor
+    that was given stays as it is until the rank's next call has returned. Owner: its launch thread."""
 
     def __init__(self, group: RankGroup, number: int) -> None:
         self.shard = Shard(number, group.ranks)
@@ -73,7 +59,7 @@ class Rank:
         self._turn = 0
 
     def reduce_sum(self, part: Tensor) -> Tensor:
-        """See `Reducer.reduce_sum`."""
+        """The sum of all ranks' parts of one shape, in the order of ranks: a new tensor in their dtype."""
         first, *others = self._exchange(part)
         # float32 whatever the dtype: one rounding, as in a product that one rank computes.
         total: Tensor = first.float() + others[0]
@@ -82,7 +68,7 @@ class Rank:
         return total.to(part.dtype)
 
     def gather(self, part: Tensor) -> Tensor:
-        """See `Reducer.gather`."""
+        """All ranks' parts [n, size] beside each other, in the order of ranks: a new [n, ranks * size]."""
         return torch.cat(tuple(self._exchange(part)), dim=-1)
 
     @contextmanager

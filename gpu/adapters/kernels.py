@@ -1,4 +1,4 @@
-"""The products of adapters: their protocol, and in plain torch for a CPU.
+"""The products of adapters in plain torch: what a CPU runs, and what the kernels are tested against.
 
 A step with adapters makes its work lists once and then, for each matrix that adapters may change,
 
@@ -6,15 +6,14 @@ A step with adapters makes its work lists once and then, for each matrix that ad
     y += expand(h)       B[place of the row] h, part by part
 
 Rows without a place are left as they are; what `h` holds for them is never read. On a GPU these are
-`gpu.kernels.lora`'s, of the same names and arguments: nothing there may wait for the device or depend on its
-data, and grids are of padded sizes.
+`gpu.kernels.lora`'s, which wait for nothing and whose grids are of padded sizes; here the host reads the
+lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,115 +24,64 @@ from gpu.lora import LoraMatrix, LoraRows
 from gpu.state.view import StepView
 
 
-class LoraKernels(Protocol):
-    """What runs adapters. `pdl` is programmatic dependent launch."""
-
-    def lay_out(
-        self,
-        view: StepView,
-        sampled: Tensor,
-        place: Tensor,
-        tokens: LoraRows,
-        samples: LoraRows,
-        *,
-        pdl: bool = False,
-    ) -> None:
-        """Fill `tokens` for the view's tokens and `samples` for those of `sampled`, int32 [s]: slots. `place`
-        int32 [slots] is the place of each slot, -1 for none. Behind the view's true counts is no row."""
-        ...
-
-    def shrink(self, x: Tensor, lora: LoraMatrix, rows: LoraRows, *, pdl: bool = False) -> Tensor:
-        """A x of contiguous `x` [n, inputs]: a new float32 [n, parts * rank]."""
-        ...
-
-    def expand(self, h: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor, *, pdl: bool = False) -> None:
-        """Add B h to `y` [n, outputs], contiguous, in place; part i of the outputs is of columns
-        i * rank ... (i + 1) * rank of `h` [n, parts * rank]."""
-        ...
-
-    def embed(self, ids: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor, *, pdl: bool = False) -> None:
-        """Add B A[:, id] to `y` [n, hidden], in place, for each of `ids` [n]."""
-        ...
-
-    # Experts: of pairs of a row and one of its k experts, pair i * k + j being row i's jth. `chosen` is
-    # integer [n, k], -1 in padded rows.
-
-    def shrink_experts(
-        self, x: Tensor, chosen: Tensor, lora: LoraMatrix, rows: LoraRows, *, pdl: bool = False
-    ) -> Tensor:
-        """A[place, expert] x: a new float32 [n * k, parts * rank]. `x` is [n, inputs], a row of each k pairs,
-        or [n * k, inputs], one of each pair."""
-        ...
-
-    def expand_experts(
-        self, h: Tensor, chosen: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor, *, pdl: bool = False
-    ) -> None:
-        """Add B[place, expert] h to `y` [n * k, outputs], as `expand` does: to gate and up before the
-        activation, to down before the rows' weights."""
-        ...
+def lay_out(view: StepView, sampled: Tensor, place: Tensor, tokens: LoraRows, samples: LoraRows) -> None:
+    """Fill `tokens` for the view's tokens and `samples` for those of `sampled`, int32 [s]: slots. `place`
+    int32 [slots] is the place of each slot, -1 for none. Behind the view's true counts is no row."""
+    true, queries, chunks, chosen = view.counts.tolist()
+    firsts = view.chunk_firsts[: chunks + 1].cpu().numpy()
+    slots = np.concatenate(
+        [
+            view.decode_slots[:queries].cpu().numpy(),
+            np.repeat(view.chunk_slots[:chunks].cpu().numpy(), np.diff(firsts)),
+        ]
+    )
+    assert len(slots) == true
+    each = place.cpu().numpy()
+    _lay_out(each[slots], tokens)
+    _lay_out(each[sampled[:chosen].cpu().numpy()], samples)
 
 
-class TorchLora:
-    """`LoraKernels` in plain torch, whose work lists the host reads: the reference for kernels."""
+def shrink(x: Tensor, lora: LoraMatrix, rows: LoraRows) -> Tensor:
+    """A x of contiguous `x` [n, inputs]: a new float32 [n, parts * rank]."""
+    h = x.new_zeros(len(x), lora.a.shape[-2], dtype=torch.float32)
+    for place, at in _groups(rows, lora):
+        h[at] = x[at].float() @ lora.a[place].float().t()
+    return h
 
-    def lay_out(
-        self,
-        view: StepView,
-        sampled: Tensor,
-        place: Tensor,
-        tokens: LoraRows,
-        samples: LoraRows,
-        *,
-        pdl: bool = False,
-    ) -> None:
-        """See `LoraKernels.lay_out`."""
-        true, queries, chunks, chosen = view.counts.tolist()
-        firsts = view.chunk_firsts[: chunks + 1].cpu().numpy()
-        slots = np.concatenate(
-            [
-                view.decode_slots[:queries].cpu().numpy(),
-                np.repeat(view.chunk_slots[:chunks].cpu().numpy(), np.diff(firsts)),
-            ]
-        )
-        assert len(slots) == true
-        each = place.cpu().numpy()
-        _lay_out(each[slots], tokens)
-        _lay_out(each[sampled[:chosen].cpu().numpy()], samples)
 
-    def shrink(self, x: Tensor, lora: LoraMatrix, rows: LoraRows, *, pdl: bool = False) -> Tensor:
-        """See `LoraKernels.shrink`."""
-        h = x.new_zeros(len(x), lora.a.shape[-2], dtype=torch.float32)
-        for place, at in _groups(rows, lora):
-            h[at] = x[at].float() @ lora.a[place].float().t()
-        return h
+def expand(h: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor) -> None:
+    """Add B h to `y` [n, outputs], contiguous, in place; part i of the outputs is of columns
+    i * rank ... (i + 1) * rank of `h` [n, parts * rank]."""
+    for place, at in _groups(rows, lora):
+        y[at] = _added(y[at], h[at], lora.b[place], lora.parts)
 
-    def expand(self, h: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor, *, pdl: bool = False) -> None:
-        """See `LoraKernels.expand`."""
-        for place, at in _groups(rows, lora):
-            y[at] = _added(y[at], h[at], lora.b[place], lora.parts)
 
-    def embed(self, ids: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor, *, pdl: bool = False) -> None:
-        """See `LoraKernels.embed`."""
-        for place, at in _groups(rows, lora):
-            found = lora.a[place].index_select(1, ids[at]).float().t()
-            y[at] = _added(y[at], found, lora.b[place], lora.parts)
+def embed(ids: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor) -> None:
+    """Add B A[:, id] to `y` [n, hidden], in place, for each of `ids` [n]."""
+    for place, at in _groups(rows, lora):
+        found = lora.a[place].index_select(1, ids[at]).float().t()
+        y[at] = _added(y[at], found, lora.b[place], lora.parts)
 
-    def shrink_experts(
-        self, x: Tensor, chosen: Tensor, lora: LoraMatrix, rows: LoraRows, *, pdl: bool = False
-    ) -> Tensor:
-        """See `LoraKernels.shrink_experts`."""
-        h = x.new_zeros(chosen.numel(), lora.a.shape[-2], dtype=torch.float32)
-        shared = chosen.numel() // len(x)
-        for place, expert, pairs in _pairs(chosen, rows, lora):
-            h[pairs] = x[pairs // shared].float() @ lora.a[place, expert].float().t()
-        return h
 
-    def expand_experts(
-        self, h: Tensor, chosen: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor, *, pdl: bool = False
-    ) -> None:
-        """See `LoraKernels.expand_experts`."""
-        for place, expert, pairs in _pairs(chosen, rows, lora):
-            y[pairs] = _added(y[pairs], h[pairs], lora.b[place, expert], lora.parts)
+# Experts: of pairs of a row and one of its k experts, pair i * k + j being row i's jth. `chosen` is
+# integer [n, k], -1 in padded rows.
+
+
+def shrink_experts(x: Tensor, chosen: Tensor, lora: LoraMatrix, rows: LoraRows) -> Tensor:
+    """A[place, expert] x: a new float32 [n * k, parts * rank]. `x` is [n, inputs], a row of each k pairs,
+    or [n * k, inputs], one of each pair."""
+    h = x.new_zeros(chosen.numel(), lora.a.shape[-2], dtype=torch.float32)
+    shared = chosen.numel() // len(x)
+    for place, expert, pairs in _pairs(chosen, rows, lora):
+        h[pairs] = x[pairs // shared].float() @ lora.a[place, expert].float().t()
+    return h
+
+
+def expand_experts(h: Tensor, chosen: Tensor, lora: LoraMatrix, rows: LoraRows, y: Tensor) -> None:
+    """Add B[place, expert] h to `y` [n * k, outputs], as `expand` does: to gate and up before the
+    activation, to down before the rows' weights."""
+    for place, expert, pairs in _pairs(chosen, rows, lora):
+        y[pairs] = _added(y[pairs], h[pairs], lora.b[place, expert], lora.parts)
 
 
 def _lay_out(places: Ints, rows: LoraRows) -> None:

@@ -118,7 +118,7 @@ def _lay_out(
 def lay_out(
     view: StepView, sampled: Tensor, place: Tensor, tokens: LoraRows, samples: LoraRows, *, pdl: bool = False
 ) -> None:
-    """See `gpu.adapters.kernels.LoraKernels.lay_out`. Rows without a place, padded ones too, stand in `order`
+    """See `gpu.adapters.kernels.lay_out`. Rows without a place, padded ones too, stand in `order`
     behind the others."""
     places = len(tokens.starts) - 1
     block = max(pow2(places + 1), 2)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.models import ClampedGate
-from gpu.adapters.kernels import TorchLora
+from gpu.adapters import kernels
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Choice, Experts
 from gpu.lora import LoraMatrix, LoraRows
@@ -38,8 +38,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-LORA = TorchLora()
-
 TINY = 1e-20
 """Added to the sum that weights are divided by: sigmoids may all be 0."""
 
@@ -64,7 +62,7 @@ class TorchOps:
         """See `Ops.embed`."""
         found = table[ids]
         if lora is not None and self._rows is not None:
-            LORA.embed(ids, lora, self._rows, found)
+            kernels.embed(ids, lora, self._rows, found)
         return found
 
     def embed_beside(self, table: Table, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
@@ -177,7 +175,7 @@ class TorchOps:
     def add_lora(self, x: Tensor, lora: LoraMatrix | None, y: Tensor) -> Tensor:
         """See `Ops.add_lora`."""
         if lora is not None and self._rows is not None:
-            LORA.expand(LORA.shrink(x, lora, self._rows), lora, self._rows, y)
+            kernels.expand(kernels.shrink(x, lora, self._rows), lora, self._rows, y)
         return y
 
     def gated_linear(self, x: Input, matrix: Matrix, activation: str) -> Tensor:
@@ -283,7 +281,7 @@ def run_experts(x: Tensor, logits: Tensor, experts: Experts, rows: LoraRows | No
 def _add_to_pairs(x: Tensor, chosen: Tensor, lora: LoraMatrix | None, rows: LoraRows, y: Tensor) -> None:
     """Add to `y` [n * k, outputs] what adapters do to experts' products of `x`."""
     if lora is not None:
-        LORA.expand_experts(LORA.shrink_experts(x, chosen, lora, rows), chosen, lora, rows, y)
+        kernels.expand_experts(kernels.shrink_experts(x, chosen, lora, rows), chosen, lora, rows, y)
 
 
 def _by_expert(

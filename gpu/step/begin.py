@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from core.types import Ints
-from gpu.adapters.kernels import TorchLora
+from gpu.adapters.kernels import lay_out
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
 from gpu.state.tables import LEVEL_BITS, LEVELS, ONE, WIDE, SlotTables
 from gpu.state.view import StepView
@@ -114,7 +114,7 @@ def begin_step(
     _fill(view.positions, positions)
     _fill(view.kv_slot_mapping, mapping)
     if view.adapters is not None:
-        TorchLora().lay_out(view, samples.slots, tables.place, *view.adapters)
+        lay_out(view, samples.slots, tables.place, *view.adapters)
 
 
 def _query_lengths(tables: SlotTables, slots: Ints, longest: int, drafts: int) -> Ints:

@@ -9,13 +9,12 @@ import torch
 
 from bench.kernels.inputs import error, scalar
 from bench.kernels.lora_inputs import blank_rows, lora_matrix, lora_rows, slots_view
-from gpu.adapters.kernels import TorchLora
+from gpu.adapters import kernels as twin
 from gpu.kernels.lora.dense import LoraConfig, embed, expand, expand_silu, lora_config, shrink
 from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.silu_mul import silu_mul
 from gpu.lora import LoraMatrix, LoraRows
 
-TWIN = TorchLora()
 FEW = LoraConfig(16, 32, 4, 16, 32)
 MANY = LoraConfig(32, 64, 1, 16, 64)
 
@@ -59,10 +58,10 @@ def made(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[LoraMatr
 def test_linear(case: Case, dtype: torch.dtype, device: torch.device, tolerance: float) -> None:
     lora, rows, x = made(case, dtype, device)
     y = torch.randn(len(x), sum(case.parts), device=device).to(dtype)
-    h, expected, twin = shrink(x, lora, rows, config=case.cut), y.clone(), TWIN.shrink(x, lora, rows)
-    TWIN.expand(twin, lora, rows, expected)
+    h, expected, h_twin = shrink(x, lora, rows, config=case.cut), y.clone(), twin.shrink(x, lora, rows)
+    twin.expand(h_twin, lora, rows, expected)
     changed = [row for row, place in enumerate(case.used) if place >= 0 and case.ranks[place]]
-    assert error(h.sum(0)[changed], twin[changed]) < tolerance
+    assert error(h.sum(0)[changed], h_twin[changed]) < tolerance
     found = y.clone()
     expand(h, lora, rows, found, config=case.cut)
     assert error(found, expected) < tolerance
@@ -76,7 +75,7 @@ def test_gate_and_up(dtype: torch.dtype, device: torch.device, tolerance: float)
     count = scalar(len(x) - PADDING, device)
     out = expand_silu(shrink(x, lora, rows), lora, rows, both, num_rows=count, config=MANY)
     expected = both.clone()
-    TWIN.expand(TWIN.shrink(x, lora, rows), lora, rows, expected)
+    twin.expand(twin.shrink(x, lora, rows), lora, rows, expected)
     assert error(out[:-PADDING], silu_mul(expected)[:-PADDING]) < tolerance
 
 
@@ -86,7 +85,7 @@ def test_embedding(dtype: torch.dtype, device: torch.device, tolerance: float) -
     ids = torch.tensor([3, 49, 0, 49, 0, 0, 0], dtype=torch.int32, device=device)
     y = torch.randn(7, 72, device=device).to(dtype)
     expected = y.clone()
-    TWIN.embed(ids, lora, rows, expected)
+    twin.embed(ids, lora, rows, expected)
     embed(ids, lora, rows, y, config=FEW)
     assert error(y, expected) < tolerance
 
@@ -96,7 +95,7 @@ def test_logits(dtype: torch.dtype, device: torch.device, tolerance: float) -> N
     lora, rows, x = made(CASES["mixed"], dtype, device)
     y = torch.randn(len(x), 112, device=device)
     expected = y.clone()
-    TWIN.expand(TWIN.shrink(x, lora, rows), lora, rows, expected)
+    twin.expand(twin.shrink(x, lora, rows), lora, rows, expected)
     expand(shrink(x, lora, rows), lora, rows, y)
     assert error(y, expected) < tolerance
 
@@ -107,7 +106,7 @@ def test_16_bits(device: torch.device) -> None:
     lora, rows, x = made(CASES["mixed"], kind, device)
     y = torch.randn(len(x), 112, device=device).to(kind)
     expected = y.clone()
-    TWIN.expand(TWIN.shrink(x, lora, rows), lora, rows, expected)
+    twin.expand(twin.shrink(x, lora, rows), lora, rows, expected)
     expand(shrink(x, lora, rows), lora, rows, y)
     assert error(y, expected) < 1e-2
 
@@ -139,7 +138,7 @@ def test_work_lists(
         [blank_rows(size, places, device) for size in (tokens + 2, len(sampled))] for _ in range(2)
     )
     lay_out(view, sampled, column, found[0], found[1])
-    TWIN.lay_out(view, sampled, column, expected[0], expected[1])
+    twin.lay_out(view, sampled, column, expected[0], expected[1])
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.places, other.places)
         assert torch.equal(one.starts, other.starts)

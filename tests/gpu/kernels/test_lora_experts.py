@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.kernels import reference
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
 from bench.kernels.lora_inputs import lora_matrix, lora_rows
-from gpu.adapters.kernels import TorchLora
+from gpu.adapters import kernels as twin
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.lora import LoraExperts, LoraRows
@@ -27,7 +27,6 @@ TALL = TileConfig(32, 32, 4, 2, False, tma=True)
 LEFT = TileConfig(64, 64, 4, 2, False, tma=True)
 LOW = TileConfig(64, 64, 4, 4, True)
 WIDE = TileConfig(128, 64, 4, 4, True)
-TWIN = TorchLora()
 
 
 def expected(inputs: MoeInputs, adapters: tuple[LoraExperts, LoraRows]) -> Tensor:
@@ -37,10 +36,10 @@ def expected(inputs: MoeInputs, adapters: tuple[LoraExperts, LoraRows]) -> Tenso
     weights, chosen = reference.route(logits, SIZE.top_k, True)
     pairs = chosen.flatten()
     both = torch.einsum("ni,noi->no", x.float().repeat_interleave(SIZE.top_k, 0), w13[pairs].float())
-    TWIN.expand_experts(TWIN.shrink_experts(x, chosen, lora.up, rows), chosen, lora.up, rows, both)
+    twin.expand_experts(twin.shrink_experts(x, chosen, lora.up, rows), chosen, lora.up, rows, both)
     hidden = (F.silu(both[:, : SIZE.width]) * both[:, SIZE.width :]).to(x.dtype)
     out = torch.einsum("ni,noi->no", hidden.float(), w2[pairs].float())
-    TWIN.expand_experts(TWIN.shrink_experts(hidden, chosen, lora.down, rows), chosen, lora.down, rows, out)
+    twin.expand_experts(twin.shrink_experts(hidden, chosen, lora.down, rows), chosen, lora.down, rows, out)
     return (out.view(*chosen.shape, -1) * weights[..., None]).sum(1)
 
 

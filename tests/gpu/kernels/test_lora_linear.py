@@ -14,7 +14,7 @@ from bench.kernels.inputs import MoeSize, error, linear
 from bench.kernels.lora import Linear, Where, experts, linears, lists
 from bench.kernels.lora_inputs import lora_matrix, lora_rows
 from bench.kernels.timing import capture
-from gpu.adapters.kernels import TorchLora
+from gpu.adapters import kernels as twin
 from gpu.kernels.gemm.delta import fits
 from gpu.kernels.gemm.skinny import SkinnyConfig, skinny_gemm, split_k_counters
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear, shrink_ahead
@@ -22,8 +22,6 @@ from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.norm import rms_norm
 from gpu.kernels.silu_mul import silu_mul
-
-TWIN = TorchLora()
 
 
 def test_without_a_graph_a_branch_is_a_call(device: torch.device) -> None:
@@ -42,7 +40,7 @@ def test_product_with_adapters(
     lora = lora_matrix([3, 16], 64, (40, 40), dtype, device)
     rows = lora_rows([1, -1, 0, 1, -1, 0], 2, device)
     expected = F.linear(x, weight)
-    TWIN.expand(TWIN.shrink(x, lora, rows), lora, rows, expected)
+    twin.expand(twin.shrink(x, lora, rows), lora, rows, expected)
     call = lora_gated if gated else lora_linear
     found = call(x, lora, rows, Branch(device), lambda: F.linear(x, weight))
     assert error(found, silu_mul(expected) if gated else expected) < tolerance
@@ -75,7 +73,7 @@ def test_deltas_in_the_epilogue_of_a_product(
     lora, rows = lora_matrix(ranks, 768, parts, dtype, device), lora_rows(used, len(ranks), device)
     assert fits(lora, cut.block_n)
     expected = F.linear(x, weight, bias)
-    TWIN.expand(TWIN.shrink(x, lora, rows), lora, rows, expected)
+    twin.expand(twin.shrink(x, lora, rows), lora, rows, expected)
     counters, pdl = split_k_counters(device), device.type == "cuda" and hopper()
     delta = shrink_ahead(x, lora, rows, pdl=pdl)
     delta[0].h[:, [row for row, place in enumerate(used) if place < 0 or not ranks[place]]] = float("nan")
