@@ -8,7 +8,7 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.norm import norm_weight
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import HeadNorms, Input, Matrix, Part, Rotation, WideNorms
+from gpu.ops.base import HeadNorms, Input, Matrix, Rotation, WideNorms
 from gpu.shard import COLUMN, ROW
 
 
@@ -33,7 +33,7 @@ class Attention:
         heads = COLUMN._replace(copies=dict.fromkeys(("k_proj", "v_proj"), spec.kv_copies))
         self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.held, heads)
         self.width, out = spec.q_size, {"o_proj": spec.hidden}
-        self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.held, ROW)
+        self.out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.held, ROW)
         self._sinks: torch.Tensor | None = None
         if spec.sinks:
             self._sinks = parameters.tensor(f"{prefix}sinks", spec.heads, split=COLUMN)
@@ -74,7 +74,3 @@ class Attention:
         """Write keys and values [n, 2 * kv_heads * head_dim], by `kv_matrix`, to their pages; attend to
         nothing."""
         ctx.ops.store(self._layer, kv, self._heads[1], rotation, self._norms)
-
-    def project(self, ctx: ForwardContext, found: torch.Tensor) -> Part:
-        """Return the output projection of the heads' output [n, hidden], or a pending product of it."""
-        return self._out.part(found, ctx.ops)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from core.models import LinearSpec, ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import Input, Part, Rotation
+from gpu.ops.base import Input, Rotation
 from gpu.shard import COLUMN, ROW
 from gpu.state.recurrent import DeltaInputs
 
@@ -34,7 +34,7 @@ class GatedDeltaNet:
             narrow = {"in_proj_b": heads, "in_proj_a": heads}
         self._wide = parameters.linear(prefix, spec.hidden, wide, held=spec.held, split=COLUMN)
         self._narrow = parameters.linear(prefix, spec.hidden, narrow, split=COLUMN)
-        self._out = parameters.linear(prefix, value, {"out_proj": spec.hidden}, held=spec.held, split=ROW)
+        self.out = parameters.linear(prefix, value, {"out_proj": spec.hidden}, held=spec.held, split=ROW)
         dtype, device = parameters.dtype, parameters.device
         conv = torch.empty(linear.channels, 1, linear.kernel, dtype=dtype, device=device)
         views = torch.split(conv, [*sizes.values()]) if apart else (conv,)
@@ -73,7 +73,3 @@ class GatedDeltaNet:
         *qkv, z = (part.flatten(1) for part in torch.split(wide.view(len(wide), heads, -1), sizes, -1))
         b, a = (part.flatten(1) for part in torch.split(narrow.view(len(wide), heads, -1), each, -1))
         return torch.cat(qkv, -1), z, b, a
-
-    def project(self, ctx: ForwardContext, found: torch.Tensor) -> Part:
-        """Return the output projection of the heads' output [n, hidden], or a pending product of it."""
-        return self._out.part(found, ctx.ops)

@@ -9,7 +9,7 @@ from gpu.context import ForwardContext
 from gpu.layers.linear import Linear
 from gpu.layers.norm import norm_weight
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import Input, LatentNorm, Part, Rotation
+from gpu.ops.base import Input, LatentNorm, Rotation
 from gpu.shard import COLUMN, ROW
 
 EPS = 1e-6
@@ -47,7 +47,7 @@ class LatentAttention:
         by_head = up.view(spec.heads, -1, latent.kv_rank)
         self._keys, self._values = by_head[:, : latent.nope_dim], by_head[:, latent.nope_dim :]
         self.width, out = spec.heads * latent.value_dim, {"o_proj": spec.hidden}
-        self._out = parameters.linear(prefix, self.width, out, spec.out_bias, spec.held, ROW)
+        self.out = parameters.linear(prefix, self.width, out, spec.out_bias, spec.held, ROW)
 
     def attend(self, ctx: ForwardContext, rotation: Rotation, x: Input) -> torch.Tensor:
         """Attention output of the heads for `x` [n, hidden]: [n, heads * value_dim]."""
@@ -65,7 +65,3 @@ class LatentAttention:
         by_head = found.view(n, spec.heads, rank).transpose(0, 1)
         torch.bmm(by_head, self._values.transpose(1, 2), out=out.transpose(0, 1))
         return out.flatten(1)
-
-    def project(self, ctx: ForwardContext, found: torch.Tensor) -> Part:
-        """Return the output projection of the heads' output [n, hidden], or a pending product of it."""
-        return self._out.part(found, ctx.ops)

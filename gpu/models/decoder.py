@@ -83,7 +83,8 @@ class Layer:
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part | None:
         """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
         `found` is added in place; None where the output is, too."""
-        x = self._second_norm.before(ctx, self._scaled(ctx, self.attention.project(ctx, found)), residual)
+        projected = self._scaled(ctx, self.attention.out.part(found, ctx.ops))
+        x = self._second_norm.before(ctx, projected, residual)
         if self._shared is None:
             return self._scaled(ctx, self._mlp(ctx, x))
         x = ctx.ops.complete(x)  # for both, before one of them changes the residual
@@ -119,7 +120,7 @@ class PostNormLayer(Layer):
 
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> None:
         """See `Layer.transform`."""
-        self._first_norm.add_to(ctx, residual, self.attention.project(ctx, found))
+        self._first_norm.add_to(ctx, residual, self.attention.out.part(found, ctx.ops))
         self._second_norm.add_to(ctx, residual, self._mlp(ctx, residual))
 
 
@@ -137,7 +138,7 @@ class BothNormLayer(Layer):
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> None:
         """See `Layer.transform`."""
         of_attention, of_mlp = self._norms_behind
-        of_attention.add_to(ctx, residual, self.attention.project(ctx, found))
+        of_attention.add_to(ctx, residual, self.attention.out.part(found, ctx.ops))
         of_mlp.add_to(ctx, residual, self._mlp(ctx, self._second_norm(ctx, None, residual)))
 
 

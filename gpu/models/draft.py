@@ -19,7 +19,7 @@ from gpu.models.decoder import Layer
 from gpu.ops.base import Ops, Part, Rotation
 
 
-class DraftModel(ABC):
+class DraftModel:
     """Uses the embedding and the head of its target where its checkpoint has none. Its layers are numbered
     from 0, as those of its own `KvPool`.
 
@@ -52,10 +52,10 @@ class DraftModel(ABC):
             self.embedding = target.embedding
         self._target = target
 
-    @abstractmethod
     def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
         """What the draft reads of the target, a new [n, hidden] or `aux` itself, from [n, layers * hidden] of
         its auxiliary states; by this step's operations where they are given."""
+        return aux
 
     @property
     def width(self) -> int:
@@ -95,7 +95,7 @@ def _equal(own: Tensor, shared: Tensor) -> bool:
     return own.shape == shared.shape and own.dtype == shared.dtype and torch.equal(own, shared)
 
 
-class ChainModel(DraftModel):
+class ChainModel(DraftModel, ABC):
     """Drafts one token after the other: each forward also makes the hidden states that the next one reads."""
 
     shifted = True
@@ -131,7 +131,7 @@ def run_behind(
     return Made(ctx, layers[-1].transform(ctx, found, residual), residual)
 
 
-class BlockModel(DraftModel):
+class BlockModel(DraftModel, ABC):
     """Drafts a block of tokens in one forward, from K and V that are stored for the context."""
 
     @abstractmethod

@@ -58,10 +58,6 @@ class Eagle(ChainModel):
         self._layers = [_Unnormed(decoder, parameters), *rest]
         self._rope = Rope(decoder.rope, decoder.head_dim, dtype, device)
 
-    def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
-        """See `DraftModel.fuse`: EAGLE reads the last hidden state as it is."""
-        return aux
-
     def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `ChainModel.forward`."""
         rotation = self._rope(ctx)

@@ -21,7 +21,6 @@ from gpu.layers.linear import Places
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Layer
 from gpu.models.draft import ChainModel, run_behind
-from gpu.ops.base import Ops
 
 
 class Mtp(ChainModel):
@@ -46,10 +45,6 @@ class Mtp(ChainModel):
     def _theirs(self, name: str) -> str:
         own = next(begin for begin in self.spec.names if name.startswith(begin))
         return self.spec.names[own] + name.removeprefix(own)
-
-    def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
-        """See `DraftModel.fuse`: the last hidden state as it is."""
-        return aux
 
     def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `ChainModel.forward`."""
