@@ -226,7 +226,7 @@ def make_drafter(
         assert spec is not None
         model = load_model(spec, path, dtype, device)
         model.seal()
-        return SmallModel(model, target)
+        return SmallModel(model)
 
     if isinstance(spec, DraftSpec) and spec.block_size:
         return lambda tables: BlockDrafter(load_block, ready, tables, draft.aux, samples)

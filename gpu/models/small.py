@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from core.errors import ModelError
 from gpu.context import ForwardContext
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
@@ -16,11 +15,7 @@ class SmallModel:
     token_ids = None
     shifted = False
 
-    def __init__(self, model: CausalModel, target: CausalModel) -> None:
-        """Raises `ModelError` where the vocabularies differ in size."""
-        own, vocab = model.spec.vocab_size, target.spec.vocab_size
-        if own != vocab:
-            raise ModelError(f"The draft model's vocab_size ({own}) is not the target's ({vocab}).")
+    def __init__(self, model: CausalModel) -> None:
         self._model = model
         self.width, self.dtype = model.spec.hidden, model.embedding.dtype
 

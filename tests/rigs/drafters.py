@@ -100,7 +100,7 @@ def small(path: Path, tree: Tree | None = None) -> Make:
         def load(target: CausalModel) -> Chain:
             model = load_model(spec_of(path), path, torch.float32, CPU)
             model.seal()
-            return SmallModel(model, target)
+            return SmallModel(model)
 
         return chained(load, cpu_machine(spec_of(path)), tables, None, SAMPLES, tree)
 
