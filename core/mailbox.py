@@ -48,27 +48,26 @@ class Mailbox(Generic[T]):
 class Outbox(Generic[T]):
     """Thread to loop. Order is kept, each item is drained exactly once.
 
-    `wake` is called from the producer's thread, once per burst: the flag is set by the first `put`
-    and cleared by `drain` before it looks, so an item that arrives meanwhile wakes the loop again.
+    What `listen` was given is called from the producer's thread, once per burst: the flag is set by the first
+    `put` and cleared by `drain` before it looks, so an item that arrives meanwhile wakes the loop again.
     An early wake-up finds nothing and is harmless.
     """
 
-    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._signalled = False
-        self.wake = wake
+        self._wake: Callable[[], None] = lambda: None
 
     def put(self, item: T) -> None:
         """Hand over one item; wakes the loop unless a wake-up is already on its way."""
         self._items.append(item)
         if not self._signalled:
             self._signalled = True
-            if self.wake is not None:
-                self.wake()
+            self._wake()
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Set the function that `put` calls. Calls it at once if items have already arrived."""
-        self.wake = wake
+        self._wake = wake
         if self._items:
             wake()
 

@@ -56,8 +56,6 @@ class Housekeeping:
         self._stream_interval = StreamInterval(time.monotonic(), time.thread_time())
         self._collections = 0
         self._stopped = False
-        self.pause = 0.0
-        """Seconds of the last collection."""
 
     def start(self) -> None:
         """Freeze existing objects, turn the automatic collector off, start the timers."""
@@ -112,11 +110,11 @@ class Housekeeping:
         begun = time.perf_counter()
         self._collections += 1
         gc.collect(2 if idle or self._collections % FULL_EVERY == 0 else 1)
-        self.pause = time.perf_counter() - begun
-        if idle and self.pause > LONG:
+        pause = time.perf_counter() - begun
+        if idle and pause > LONG:
             gc.freeze()
-        if self.pause > SLOW:
-            log.info("garbage collection took %.0f ms", 1e3 * self.pause)
+        if pause > SLOW:
+            log.info("garbage collection took %.0f ms", 1e3 * pause)
         if idle:
             self._check_integrity()
 

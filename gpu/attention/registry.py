@@ -12,12 +12,12 @@ AUTO = "auto"
 FLAG = "--attention-backend"
 
 
-def parse_backends(text: str, default: str = AUTO) -> dict[Phase, str]:
-    """`prefill=NAME,decode=NAME`, either alone, or one NAME for both; what is not named is `default`.
+def parse_backends(text: str) -> dict[Phase, str]:
+    """`prefill=NAME,decode=NAME`, either alone, or one NAME for both; what is not named is `AUTO`.
 
     Raises `ConfigError`.
     """
-    found: dict[Phase, str] = dict.fromkeys(get_args(Phase), default)
+    found: dict[Phase, str] = dict.fromkeys(get_args(Phase), AUTO)
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) == 1 and "=" not in parts[0]:
         return dict.fromkeys(get_args(Phase), parts[0])

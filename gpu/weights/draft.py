@@ -18,7 +18,7 @@ from gpu.models.eagle import Eagle, Eagle3
 from gpu.models.mtp import Mtp
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
-from gpu.weights.files import Progress, fill_from_safetensors, names_by_file
+from gpu.weights.files import fill_from_safetensors, names_by_file
 from gpu.weights.fill import Filler, Names
 from gpu.weights.stage import copier
 
@@ -51,7 +51,6 @@ def load_draft(
     target: CausalModel,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress = lambda share: None,
 ) -> DraftModel:
     """The draft model of `spec` for `target`, filled from the directory `source` and sealed; of an MTP layer
     it is the target's checkpoint; None: random weights. Raises `ModelError`; nothing is half filled."""
@@ -62,14 +61,13 @@ def load_draft(
         places = model.places()
         if source is None:
             fill_dummy({name: place for name, place in places.items() if place.is_floating_point()}, device)
-            progress(1.0)
         else:
             names, unused, int4 = Names(_ALIASES), list(_UNUSED), None
             if spec.prefix:
                 names = Names(by_expert=family_of(spec.decoder.architecture).by_expert)
                 unused, int4 = [spec.names[FIRST] + name for name in _COPIES], spec.decoder.stored_int4
             filler = Filler(places, copier(device), _BASE, tuple(unused), names)
-            fill_from_safetensors(filler, source, device, progress, int4, spec.prefix)
+            fill_from_safetensors(filler, source, device, lambda share: None, int4, spec.prefix)
             filler.finish(str(source))
             if spec.decoder.norm_offset:
                 for name, place in places.items():

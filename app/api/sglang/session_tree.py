@@ -52,9 +52,9 @@ class _Session(msgspec.Struct):
 class Sessions:
     """Those of one tenant, bounded by number, by tokens and by idle time. Owner: event loop."""
 
-    def __init__(self, clock: Clock, limit: int = MAX_SESSIONS) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.limit = limit
+        self.limit = MAX_SESSIONS
         """How many may be open at once."""
         self._by_id: dict[str, _Session] = {}
 
