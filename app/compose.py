@@ -71,9 +71,7 @@ class Live(msgspec.Struct, frozen=True):
     """Engines and all that serves them. Owner: event loop, once they are started."""
 
     replicas: Replicas
-    submitter: Submitter
     loaded: Loaded
-    registry: Adapters
     adapters: list[AdapterInfo]
     """To load at the start."""
     grammars: Compiler | None
@@ -86,9 +84,9 @@ class Live(msgspec.Struct, frozen=True):
         """Start the engines on the running loop. Raises `ConfigError` for an adapter that is refused."""
         loop = asyncio.get_running_loop()
         for publisher, events in self.publishers:
-            publisher.start(loop, events, self.registry.name)
+            publisher.start(loop, events, self.loaded.adapters.name)
         self.replicas.start(loop)
-        await self.registry.start(self.adapters)
+        await self.loaded.adapters.start(self.adapters)
 
     def close(self) -> None:
         """Stop every thread. Requests that still run end with an error."""
@@ -148,18 +146,16 @@ def _load(config: Config, publishers: Sequence[Publisher], progress: Progress) -
         tokenizer,
         template,
         submitter,
+        registry,
+        Operator(replicas, cache_dir() / "traces", str(checkpoint.path)),
         tool_family(config.serve.tool_parser, template.source),
         reasoning_family(config.serve.reasoning_parser, template.source),
-        registry,
-        operator=Operator(replicas, cache_dir() / "traces", str(checkpoint.path)),
         settings=config.serve,
         helper=helper,
     )
     return Live(
         replicas,
-        submitter,
         loaded,
-        registry,
         adapters,
         grammars,
         executor.capabilities.memory,

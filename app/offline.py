@@ -172,11 +172,11 @@ class LLM:
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
         """Load a LoRA adapter, which requests select as `lora_path` or `model`, after SGLang."""
-        self._wait(self._live.registry.load(lora_name, lora_path, pinned, trusted=True))
+        self._wait(self._live.loaded.adapters.load(lora_name, lora_path, pinned, trusted=True))
 
     def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload it when the requests that have it have ended."""
-        self._wait(self._live.registry.unload(lora_name))
+        self._wait(self._live.loaded.adapters.unload(lora_name))
 
     # -- whole answers -----------------------------------------------------------------------------
 
@@ -313,8 +313,8 @@ class LLM:
             return
         started.set_result(loop)
         await self._stop.wait()
-        self._live.submitter.drain()
-        self._live.submitter.abort_all("The LLM is being closed.")
+        self._live.loaded.engine.drain()
+        self._live.loaded.engine.abort_all("The LLM is being closed.")
         callers = asyncio.all_tasks() - {asyncio.current_task()}
         if callers:
             await asyncio.wait(callers)
@@ -338,7 +338,7 @@ class LLM:
                 body.lora_path = adapter.lora_name
 
     async def _bring(self, adapter: LoRARequest) -> None:
-        registry = self._live.registry
+        registry = self._live.loaded.adapters
         known = registry.find(adapter.lora_name)
         if known is None:
             await registry.load(adapter.lora_name, adapter.lora_path, trusted=True)

@@ -122,7 +122,7 @@ class Server:
             )
 
     async def _run_engine(self, live: Live, batches: Batches, address: Address) -> None:
-        replicas, self._submitter = live.replicas, live.submitter
+        replicas, self._submitter = live.replicas, live.loaded.engine
         replicas.on_failure = partial(self._on_failure, replicas)
         loop = asyncio.get_running_loop()
         try:
@@ -143,7 +143,7 @@ class Server:
         try:
             await self._stop.wait()
             await batches.stop()  # the rest of their lines runs after the next start
-            await self._drain(live.submitter)
+            await self._drain(live.loaded.engine)
         finally:
             housekeeping.stop()
             live.close()

@@ -119,16 +119,14 @@ class Loaded(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer
     template: ChatTemplate
     engine: Submitter
+    adapters: Adapters
+    operator: Operator
     tools: ToolFamily | None = None
     """Format of tool calls; None: they are not parsed."""
     reasoning: ReasoningFamily | None = None
     """Format of reasoning; None: the model has none."""
-    adapters: Adapters | None = None
-    """None where there can be none."""
     adapter: AdapterInfo | None = None
     """The one that a request has selected; `card` has its name then."""
-    operator: Operator | None = None
-    """None where the engine cannot be controlled by this process."""
     settings: ServeConfig = ServeConfig()
     """The operator's defaults for answers, and whether requests may have their own chat templates."""
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)

@@ -385,7 +385,7 @@ async def _write(
             ends.append(piece.finish)
 
     async with gate:
-        run = await live.submitter.start(job, sink)
+        run = await live.loaded.engine.start(job, sink)
         await run.wait()
     tally["schemas"] += 1
     if ends[0].reason is FinishReason.STOP:
@@ -476,7 +476,7 @@ async def _stream(live: Live, id: str, tokens: int = 600) -> list[float]:
     times: list[float] = []
     sampling = SamplingParams(temperature=0.0)
     job = Job(id=id, prompt="Once upon a time", sampling=sampling, max_tokens=tokens, ignore_eos=True)
-    run = await live.submitter.start(job, lambda index, piece: times.append(time.perf_counter()))
+    run = await live.loaded.engine.start(job, lambda index, piece: times.append(time.perf_counter()))
     await run.wait()
     return [after - before for before, after in pairwise(times)]
 
@@ -495,7 +495,7 @@ async def _others(
         count += 1
         job = Job(id=f"{id}-{count}", prompt="Once", max_tokens=50, seed=1, grammar=grammar, ignore_eos=True)
         try:
-            run = await live.submitter.start(job, lambda index, piece: pieces.append(piece))
+            run = await live.loaded.engine.start(job, lambda index, piece: pieces.append(piece))
         except RequestError:
             tally["refused"] += 1
             continue

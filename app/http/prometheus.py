@@ -207,8 +207,7 @@ def _replica(service: Service, number: int, s: EngineStatistics) -> Iterator[Lab
 
 def _state(service: Service) -> Iterator[Figure]:
     yield _gauge("loom_startup_seconds", "Seconds from the start until ready.", service.startup_seconds)
-    operator = service.loaded.operator
-    asleep = frozenset() if operator is None else operator.asleep
+    asleep = service.loaded.operator.asleep
     # vLLM's states: the weights come back with the wake-up, so that `discard_all` never holds.
     states = {"awake": not asleep, "weights_offloaded": "weights" in asleep, "discard_all": False}
     samples = [((state,), holds) for state, holds in states.items()]
@@ -347,7 +346,7 @@ def _drafts(d: DraftStatistics) -> Iterator[Figure]:
 
 
 def _adapters(loaded: Loaded, number: int, s: SchedulerStatistics) -> Iterator[Figure]:
-    if loaded.adapters is None or (a := loaded.adapters.statistics(number)) is None:
+    if (a := loaded.adapters.statistics(number)) is None:
         return
     yield _gauge("loom_adapters_loaded", "Loaded LoRA adapters.", a.loaded)
     yield _gauge("loom_adapters_host", "LoRA adapters in host memory.", a.host)

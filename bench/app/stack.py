@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from app.api.routes import make_app
 from app.checkpoint.checkpoint import resolve
+from app.engine.adapters import Adapters
 from app.engine.gc import Housekeeping
 from app.engine.loop import Engine
+from app.engine.operator import Operator
 from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.http.server import Runner
@@ -70,7 +73,8 @@ class Stack:
             created=int(time.time()),
         )
         self._service = Service({})
-        self._loaded = Loaded(card, tokenizer, ChatTemplate(None), self.submitter)
+        adapters, operator = Adapters(self.replicas), Operator(self.replicas, Path())
+        self._loaded = Loaded(card, tokenizer, ChatTemplate(None), self.submitter, adapters, operator)
 
     async def start(self) -> tuple[Runner, int]:
         """Listen on a free port. Returns the runner, to be cleaned up, and the port."""

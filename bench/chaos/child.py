@@ -109,7 +109,7 @@ class Served:
             "protected": now.cache.protected,
             "in_flight": now.in_flight,
             "integrity": integrity,
-            "jobs": len(self.live.submitter._runs),
+            "jobs": len(self.live.loaded.engine._runs),
             "connections": self._connections(),
             "tasks": sorted(_name(task) for task in asyncio.all_tasks(self.loop)),
             "threads": threading.active_count(),

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from app.api.request.schema import ChatBody, CompletionBody, NativeBody, NativeSampling
 from app.api.routes import make_app
 from app.http.server import Runner
-from app.service import Loaded, Service
+from app.service import Service
 from core.config import ServeConfig
 from tests.rigs.engine import FakeEngine
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD, Server, Start
 from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
 
@@ -382,7 +383,7 @@ def test_no_json_whatsoever_is_a_server_error() -> None:
     with asyncio.Runner() as loop:
         runner = Runner(make_app(service := Service({}), ServeConfig()))
         engine = FakeEngine()
-        service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))  # type: ignore[arg-type]
+        service.ready(make_loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))
         loop.run(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
         loop.run(site.start())

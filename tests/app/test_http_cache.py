@@ -12,10 +12,10 @@ import pytest
 from app.api.anthropic.cache import kept
 from app.api.anthropic.schema import MessagesBody
 from app.engine.job import Keep
-from app.service import Loaded
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
 from core.stats import CacheStatistics
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD, Server, Start
 from tests.rigs.step_loop import VOCAB, Bench
 from tests.rigs.tokenizer import JoinTemplate
@@ -52,7 +52,7 @@ async def real(start: Start) -> AsyncIterator[Real]:
     tokenizer = Tokenizer.load(None, VOCAB, [2])
     bench = Bench(tokenizer)
     card = msgspec.structs.replace(CARD, vocab_size=VOCAB)
-    server.service.ready(Loaded(card, tokenizer, JoinTemplate(), bench.submitter))
+    server.service.ready(make_loaded(card, tokenizer, JoinTemplate(), bench.submitter))
     yield Real(server, bench)
     bench.scheduler.check_integrity()
     bench.engine.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.api.admin.control import ROUTES
-from app.service import Loaded
 from core.config import ServeConfig
-from tests.rigs.operator import Idle
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD, Server, Start
 
 
@@ -28,7 +27,7 @@ async def test_looking_is_free(server: Server, path: str, field: str) -> None:
 async def test_an_unknown_tag_is_refused_by_name(start: Start, path: str) -> None:
     server = await start(ServeConfig(control_routes=True))
     loaded = server.service.loaded
-    server.service.ready(Loaded(CARD, loaded.tokenizer, loaded.template, server.engine, operator=Idle()))
+    server.service.ready(make_loaded(CARD, loaded.tokenizer, loaded.template, server.engine))
     for sent, body in ((f"{path}?tags=weights&tags=disk", {}), (path, {"tags": ["disk"]})):
         status, answer = await server.post(sent, body)
         assert status == 400
@@ -40,7 +39,7 @@ async def test_an_unknown_tag_is_refused_by_name(start: Start, path: str) -> Non
 async def test_an_unknown_level_of_sleep_is_refused(start: Start) -> None:
     server = await start(ServeConfig(control_routes=True))
     loaded = server.service.loaded
-    server.service.ready(Loaded(CARD, loaded.tokenizer, loaded.template, server.engine, operator=Idle()))
+    server.service.ready(make_loaded(CARD, loaded.tokenizer, loaded.template, server.engine))
     for level in ("0", "3", "abc", ""):
         status, answer = await server.post(f"/sleep?level={level}", {})
         assert (status, answer["error"]["param"]) == (400, "level")

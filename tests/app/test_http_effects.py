@@ -13,7 +13,6 @@ import pytest
 from app.api.sglang.parsing import MAX_TEXT
 from app.engine.submit import Submitter
 from app.http import middleware
-from app.service import Loaded
 from app.text.repetition import Repetition
 from app.text.tokenizer import Tokenizer
 from core.clock import monotonic
@@ -21,7 +20,7 @@ from core.config import ServeConfig
 from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
 from tests.rigs.compiler import FakeCompiler
-from tests.rigs.operator import Idle
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD, Server, Start, know
 from tests.rigs.step_loop import VOCAB, Bench
 from tests.rigs.wait import settle
@@ -395,7 +394,7 @@ async def test_logging_is_changed_by_operators_only(start: Start) -> None:
     assert status == 503 or status == 403
     server = await start(ServeConfig(control_routes=True))
     loaded = server.service.loaded
-    server.service.ready(Loaded(CARD, loaded.tokenizer, loaded.template, server.engine, operator=Idle()))
+    server.service.ready(make_loaded(CARD, loaded.tokenizer, loaded.template, server.engine))
     await ask(server, "/configure_logging", {"log_level": "error", "log_requests": False})
     assert logging.getLogger().level == logging.ERROR
     assert logging.getLogger(middleware.__name__).level == logging.WARNING

@@ -12,11 +12,11 @@ import tokenizers
 
 from app.engine.job import Job
 from app.engine.submit import encoded
-from app.service import Loaded
 from app.text.infill import FIM_FORMATS, find_marks
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
 from tests.rigs.assets import real_tokenizer
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD, Server, Start
 from tests.rigs.step_loop import VOCAB, Bench
 from tests.rigs.tokenizer import BOS, ByteTokenizer, JoinTemplate
@@ -105,7 +105,7 @@ async def real(start: Start) -> AsyncIterator[tuple[Server, Bench]]:
     words = Tokenizer(core, {}, [2])
     bench = Bench(words)
     card = msgspec.structs.replace(CARD, vocab_size=VOCAB)
-    server.service.ready(Loaded(card, words, JoinTemplate(), bench.submitter))
+    server.service.ready(make_loaded(card, words, JoinTemplate(), bench.submitter))
     yield server, bench
     bench.engine.close()
     words.close()

@@ -22,10 +22,11 @@ import uvloop
 from app.api.routes import make_app
 from app.http.server import Runner
 from app.listen import ACCEPTS, Address, bind, listen
-from app.service import Loaded, Service
+from app.service import Service
 from core.config import ServeConfig
 from core.errors import ConfigError
 from tests.rigs.engine import FakeEngine
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD
 from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
 
@@ -35,7 +36,7 @@ async def prepared(serve: ServeConfig, ready: bool = False) -> AsyncIterator[Run
     """A server that does not listen yet."""
     service = Service({})
     if ready:
-        service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), FakeEngine()))
+        service.ready(make_loaded(CARD, ByteTokenizer(), JoinTemplate(), FakeEngine()))
     runner = Runner(make_app(service, serve), shutdown_timeout=1.0)
     await runner.setup()
     try:

@@ -40,7 +40,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 def until_idle(llm: LLM) -> None:
     """What was ended leaves at the engine's next turn; a request that runs to its end comes after."""
     for _ in range(200):
-        if llm._live.submitter.idle:
+        if llm._live.loaded.engine.idle:
             return
         llm.generate("x", max_tokens=1)
     raise AssertionError("requests are still there")
@@ -223,7 +223,7 @@ def test_replicas_share_the_prompts(llm: LLM, tmp_path: Path) -> None:
     with load(tmp_path / "dummy", dp=2, load_balance_method="round_robin") as two:
         assert two.window == 2 * llm.window
         assert [output.token_ids for output in two.generate(prompts, GREEDY)] == expected
-        finished = [each.finished for each in two._live.submitter.statistics()]
+        finished = [each.finished for each in two._live.loaded.engine.statistics()]
         assert finished == [{"length": 6}] * 2
 
 

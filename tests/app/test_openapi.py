@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from app.api.routes import TABLE
-from app.service import Loaded, ModelCard
+from app.service import ModelCard
 from core.config import ServeConfig
 from core.models import PoolingSpec
-from tests.rigs.operator import Idle, NoAdapters
+from tests.rigs.operator import NoAdapters, make_loaded
 from tests.rigs.server import CARD, Server, Start
 
 NOT_GENERATING = ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/classify", "/classify")
@@ -140,7 +140,7 @@ async def attacked(
     server = await start(ServeConfig(control_routes=True))
     loaded = server.service.loaded
     server.engine.head = lambda prompt, pair: [0.5]
-    made = Loaded(card, loaded.tokenizer, loaded.template, server.engine, operator=Idle())
+    made = make_loaded(card, loaded.tokenizer, loaded.template, server.engine)
     server.service.ready(msgspec.structs.replace(made, adapters=NoAdapters()))
     told = await get(server)
     with requests.Session() as session:

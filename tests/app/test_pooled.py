@@ -80,7 +80,7 @@ def test_encoders_embed_with_their_mean(opened: Any) -> None:
     tiny, llm = opened("BertModel")
     for got, prompt in zip(llm.embed(PROMPTS), PROMPTS, strict=True):
         np.testing.assert_allclose(got, unit(states(tiny, prompt).mean(0)), atol=1e-4)
-    assert llm._live.submitter.statistics()[0].scheduler.cache.cached == 0
+    assert llm._live.loaded.engine.statistics()[0].scheduler.cache.cached == 0
 
 
 def test_a_prefix_that_others_left_changes_nothing(opened: Any) -> None:
@@ -88,9 +88,9 @@ def test_a_prefix_that_others_left_changes_nothing(opened: Any) -> None:
     longer = PROMPTS[2] + [5, 6, 7]
     first = llm.embed([PROMPTS[2]])[0]
     llm.embed([longer])
-    hits = llm._live.submitter.statistics()[0].scheduler.cache.hit_tokens
+    hits = llm._live.loaded.engine.statistics()[0].scheduler.cache.hit_tokens
     np.testing.assert_allclose(llm.embed([PROMPTS[2]])[0], first, atol=1e-5)
-    assert llm._live.submitter.statistics()[0].scheduler.cache.hit_tokens > hits
+    assert llm._live.loaded.engine.statistics()[0].scheduler.cache.hit_tokens > hits
 
 
 def test_many_at_once_are_each_their_own(opened: Any) -> None:

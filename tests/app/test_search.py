@@ -16,7 +16,6 @@ from app.engine.beam_search import Beams, Ended, Found, Rules
 from app.engine.job import BeamOptions
 from app.engine.submit import LiveRun
 from app.offline import LLM
-from app.service import Loaded
 from app.text.tokenizer import Tokenizer
 from core.errors import ContextExceeded, Overloaded, RequestError
 from core.plan import RowLogprobs, StepPlan, StepResult
@@ -25,6 +24,7 @@ from core.request.request import State
 from core.types import FinishReason
 from tests.rigs.beam import Model, plainly
 from tests.rigs.executor import FakeExecutor
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD, Server, Start
 from tests.rigs.step_loop import PROMPT, VOCAB, Bench
 from tests.rigs.tiny_model import build
@@ -268,7 +268,7 @@ async def real(start: Start, tokenizer: Tokenizer) -> AsyncIterator[tuple[Server
     server = await start()
     bench = fitted(Bench(tokenizer))
     card = msgspec.structs.replace(CARD, vocab_size=VOCAB)
-    server.service.ready(Loaded(card, tokenizer, JoinTemplate(), bench.submitter))
+    server.service.ready(make_loaded(card, tokenizer, JoinTemplate(), bench.submitter))
     yield server, bench
     bench.engine.close()
 

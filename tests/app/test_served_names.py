@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from app.service import Loaded
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD, Server
 from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
 
@@ -33,7 +33,7 @@ DIALECTS = {
 @pytest.fixture
 def named(server: Server) -> Server:
     card = msgspec.structs.replace(CARD, name=NAMES[0], aliases=NAMES[1:])
-    server.service.ready(Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine))  # type: ignore[arg-type]
+    server.service.ready(make_loaded(card, ByteTokenizer(), JoinTemplate(), server.engine))
     return server
 
 

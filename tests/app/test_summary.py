@@ -14,6 +14,7 @@ from app.summary import summary
 from core.config import ServeConfig
 from core.models import Task
 from tests.rigs.engine import FakeEngine
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD
 from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
 
@@ -24,7 +25,7 @@ MEMORY = ("weights 1.00 GiB", "KV pool 4.00 GiB")
 def loaded(task: Task = "generate", template: str = "{{ messages }}") -> Loaded:
     joined = JoinTemplate()
     joined.source = template
-    return Loaded(msgspec.structs.replace(CARD, task=task), ByteTokenizer(), joined, FakeEngine())
+    return make_loaded(msgspec.structs.replace(CARD, task=task), ByteTokenizer(), joined, FakeEngine())
 
 
 def curl(lines: list[str]) -> list[str]:

@@ -9,10 +9,11 @@ import pytest
 
 from app.engine.job import Piece
 from app.http.keys import REQUEST_COUNTS
-from app.service import Health, Loaded, Phase
+from app.service import Health, Phase
 from core.config import ServeConfig
 from core.types import Finish, FinishReason
 from tests.rigs.browser import CHROMIUM, Tab, chromium, opened
+from tests.rigs.operator import make_loaded
 from tests.rigs.server import CARD, Server, Start, know
 from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
 from tests.rigs.tools import CALL, WEATHER
@@ -118,7 +119,7 @@ async def test_a_starting_server_says_how_far_it_is(start: Start, devtools: str)
     server.service.health = Health(Phase.STARTING, "weights", 0.432)
     async with opened(devtools, server.url + "/") as tab:
         await tab.shows("#status", "weights 43 %")
-        server.service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), server.engine))
+        server.service.ready(make_loaded(CARD, ByteTokenizer(), JoinTemplate(), server.engine))
         await tab.shows("#status", "ready")
         assert await tab.run("document.querySelector('#model').value") == CARD.name
 

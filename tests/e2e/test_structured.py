@@ -85,7 +85,7 @@ async def texts(live: Live, jobs: list[Job]) -> dict[str, list[str]]:
         if piece.finish is not None and piece.finish.reason is not FinishReason.STOP:
             out[id][index] = f"{piece.finish.reason.value}: {piece.finish.message}"
 
-    runs = [await live.submitter.start(job, lambda i, p, id=job.id: sink(id, i, p)) for job in jobs]
+    runs = [await live.loaded.engine.start(job, lambda i, p, id=job.id: sink(id, i, p)) for job in jobs]
     await asyncio.gather(*(run.wait() for run in runs))
     return out
 

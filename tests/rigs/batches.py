@@ -23,7 +23,7 @@ from app.engine.loop import Engine
 from app.engine.replicas import Replicas
 from app.engine.submit import LiveRun, Submitter
 from app.http.server import Runner
-from app.service import Loaded, Service
+from app.service import Service
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.clock import monotonic
@@ -32,6 +32,7 @@ from core.executor import Capabilities
 from core.request import SamplingParams
 from core.schedule.scheduler import Scheduler
 from tests.rigs.executor import FakeExecutor
+from tests.rigs.operator import make_loaded
 from tests.rigs.requests import CHAT, COMPLETIONS
 from tests.rigs.server import CARD
 from tests.rigs.tokenizer import JoinTemplate
@@ -82,7 +83,7 @@ class Rig:
         )
         self.tokenizer = Tokenizer.load(None, VOCAB, [2])
         self.submitter = Submitter(self.replicas, self.tokenizer, monotonic)
-        self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
+        self.loaded = make_loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)
         self.capacity = BackgroundCapacity(self.replicas)
         self.service = Service({})
         self.app = make_app(

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from app.service import Loaded, ModelCard
 from core.adapters import AdapterInfo
+
+
+def make_loaded(card: ModelCard, tokenizer: Any, template: Any, engine: Any, **more: Any) -> Loaded:
+    """A model that is served by `engine` alone."""
+    beside = {"adapters": NoAdapters(enabled=False), "operator": Idle()}
+    return Loaded(card, tokenizer, template, engine, **{**beside, **more})
 
 
 class NoAdapters:
     """Adapters of which every one can be loaded and unloaded, and none is there."""
 
-    enabled = True
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+
     listed: tuple[AdapterInfo, ...] = ()
 
     def find(self, name: str) -> None: ...

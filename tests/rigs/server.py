@@ -19,11 +19,12 @@ from app.http.intake import Intake
 from app.http.keys import INTAKE
 from app.http.server import Runner
 from app.parsers.registry import REASONING, TOOLS, ToolFamily
-from app.service import Loaded, ModelCard, Phase, Service
+from app.service import ModelCard, Phase, Service
 from core.clock import Clock, monotonic
 from core.config import ServeConfig
 from core.errors import LoomError
 from tests.rigs.engine import CONTEXT, WIDTH, FakeEngine, FakeRun
+from tests.rigs.operator import make_loaded
 from tests.rigs.tokenizer import VOCAB, ByteTokenizer, JoinTemplate
 
 CARD = ModelCard(
@@ -105,7 +106,7 @@ async def starting(tmp_path: Path) -> AsyncIterator[Start]:
         engine = FakeEngine()
         service = Service({"device": "cpu"})
         if ready:
-            service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))
+            service.ready(make_loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))
         data = serve.data_dir or str(tmp_path / f"data{len(runners)}")
         serve = msgspec.structs.replace(serve, data_dir=data)
         runner = Runner(make_app(service, serve, clock), shutdown_timeout=1.0)
@@ -161,7 +162,9 @@ def know(
     family: ToolFamily | None = TOOLS[tools] if tools else None
     thinking = REASONING[reasoning] if reasoning else None
     card = msgspec.structs.replace(CARD, routed=routed)
-    loaded = Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
+    loaded = make_loaded(
+        card, ByteTokenizer(), JoinTemplate(), server.engine, tools=family, reasoning=thinking
+    )
     before = server.service.loaded
     server.service.ready(msgspec.structs.replace(loaded, helper=before.helper, bodies=before.bodies))
 
@@ -170,4 +173,4 @@ def serves(server: Server, **card: Any) -> None:
     """Replace fields of the model card."""
     loaded = server.service.loaded
     new_card = msgspec.structs.replace(CARD, **card)
-    server.service.ready(Loaded(new_card, loaded.tokenizer, loaded.template, server.engine))
+    server.service.ready(make_loaded(new_card, loaded.tokenizer, loaded.template, server.engine))

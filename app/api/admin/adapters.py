@@ -7,10 +7,9 @@ from aiohttp import web
 
 from app.api.request.routing import Routes
 from app.api.request.sampling import accepting
-from app.engine.adapters import Adapters
 from app.http.keys import SERVE
 from app.service import Loaded, Service
-from core.errors import Unavailable, field_error
+from core.errors import field_error
 
 ROUTES = Routes()
 
@@ -34,29 +33,23 @@ def _model(service: Service, *_: object) -> Loaded:
     return accepting(service)
 
 
-def _adapters(loaded: Loaded) -> Adapters:
-    if loaded.adapters is None:
-        raise Unavailable("This server has no engine of its own to control.")
-    return loaded.adapters
-
-
 async def _load(body: LoadBody, loaded: Loaded) -> str:
     if not body.lora_name:
         raise field_error("lora_name", "is missing")
     if not body.lora_path:
         raise field_error("lora_path", "is missing")
-    return (await _adapters(loaded).load(body.lora_name, body.lora_path, body.pinned is True)).name
+    return (await loaded.adapters.load(body.lora_name, body.lora_path, body.pinned is True)).name
 
 
 async def _unload(body: UnloadBody, loaded: Loaded) -> str:
     if not body.lora_name:
         raise field_error("lora_name", "is missing")
-    return (await _adapters(loaded).unload(body.lora_name)).name
+    return (await loaded.adapters.unload(body.lora_name)).name
 
 
 def _listed(request: web.Request, loaded: Loaded) -> object:
     """SGLang's answer. With an API key names stand for paths, which clients should not learn."""
-    listed = _adapters(loaded).listed
+    listed = loaded.adapters.listed
     hidden = bool(request.app[SERVE].keyed)
     loaded_adapters = {each.name: each.name if hidden else each.path for each in listed}
     return {"success": True, "loaded_adapters": loaded_adapters}

@@ -20,7 +20,7 @@ from app.http.body import decoded
 from app.http.errors import HttpError
 from app.http.keys import SERVE, SERVICE
 from core.command import TAGS, Tag
-from core.errors import RequestError, Unavailable, field_error
+from core.errors import RequestError, field_error
 
 Answer = dict[str, object]
 Act = Callable[[Operator, web.Request], Awaitable[Answer]]
@@ -74,8 +74,6 @@ def _route(*targets: str, **facts: Unpack[Facts]) -> Callable[[Act], Handler]:
                 raise HttpError(
                     403, "This route is off. Start the server with --control-routes.", "control_routes_off"
                 )
-            if operator is None:
-                raise Unavailable("This server has no engine of its own to control.")
             return {"success": True, **await act(operator, request)}
 
         return ROUTES.add(*targets, **facts)(handler)
@@ -183,12 +181,10 @@ async def configure_logging(operator: Operator, request: web.Request) -> Answer:
 @ROUTES.add("GET /is_paused", has="is_paused")
 async def is_paused(request: web.Request) -> object:
     """Whether the engine is paused."""
-    operator = request.app[SERVICE].loaded.operator
-    return {"is_paused": operator is not None and operator.paused}
+    return {"is_paused": request.app[SERVICE].loaded.operator.paused}
 
 
 @ROUTES.add("GET /is_sleeping", has="is_sleeping")
 async def is_sleeping(request: web.Request) -> object:
     """Whether memory is released."""
-    operator = request.app[SERVICE].loaded.operator
-    return {"is_sleeping": operator is not None and bool(operator.asleep)}
+    return {"is_sleeping": bool(request.app[SERVICE].loaded.operator.asleep)}

@@ -40,9 +40,8 @@ async def models(request: web.Request) -> object:
     """The list with the one model, by all its names, and its adapters, as far as the API key may use them."""
     loaded, allows = request.app[SERVICE].loaded, permit().terms.allows
     data = [_model(request, name) for name in served_names(loaded)]
-    if loaded.adapters is not None:
-        listed = loaded.adapters.listed
-        data += [_model(request, each.name, loaded.card.name) for each in listed if allows(each.name)]
+    listed = loaded.adapters.listed
+    data += [_model(request, each.name, loaded.card.name) for each in listed if allows(each.name)]
     answer: dict[str, object] = {"object": "list", "data": data}
     if _VERSION in request.headers:
         ids = [each["id"] for each in data] or [None]

@@ -74,7 +74,7 @@ def selected(loaded: Loaded, model: str | None, lora_path: str | None = None) ->
         if adapter is None:
             raise _no_model(model)
     if lora_path:
-        if loaded.adapters is None or not loaded.adapters.enabled:
+        if not loaded.adapters.enabled:
             raise unsupported("lora_path", DISABLED)
         if adapter is not None and adapter.name != lora_path:
             raise field_error("lora_path", f"names another adapter than 'model': '{adapter.name}'")
@@ -89,7 +89,7 @@ def selected(loaded: Loaded, model: str | None, lora_path: str | None = None) ->
 
 
 def _adapter(loaded: Loaded, name: str) -> AdapterInfo | None:
-    found = None if loaded.adapters is None else loaded.adapters.find(name)
+    found = loaded.adapters.find(name)
     return found if found is not None and permit().terms.allows(found.name) else None
 
 
