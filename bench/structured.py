@@ -325,11 +325,7 @@ def _in_key(text: str) -> bool:
 
 async def generate(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers of the default model under schemas of the data set, validated by jsonschema."""
-    settings = Config(
-        model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=16)
-    )
-    live = load(settings, lambda stage, share: None)
-    live.replicas.start(asyncio.get_running_loop())
+    live = _live(16)
     tally: Counter[str] = Counter()
     try:
         gate = asyncio.Semaphore(16)
@@ -344,6 +340,14 @@ async def generate(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_tokens": arguments.tokens,
         **{name: tally[name] for name in ("schemas", "finished", "cut", "valid", "invalid", "failed")},
     }
+
+
+def _live(rows: int) -> Live:
+    """The default model for so many requests at once, started on the running loop."""
+    model, schedule = ModelConfig(offline=True, context_length=2048), ScheduleConfig(max_running=rows)
+    live = load(Config(model=model, schedule=schedule), lambda stage, share: None)
+    live.replicas.start(asyncio.get_running_loop())
+    return live
 
 
 async def _chosen(live: Live, arguments: argparse.Namespace) -> list[Case]:
@@ -444,11 +448,7 @@ HOSTILE: list[GrammarSpec | None] = [
 async def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
     """Inter-token latency of one stream beside two plain streams, and beside two clients that send
     hostile grammars while it runs."""
-    settings = Config(
-        model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=4)
-    )
-    live = load(settings, lambda stage, share: None)
-    live.replicas.start(asyncio.get_running_loop())
+    live = _live(4)
     tally: Counter[str] = Counter()
     gaps: dict[str, list[float]] = {"beside_plain": [], "beside_hostile": []}
     try:

@@ -58,21 +58,22 @@ def _wrong(*pairs: tuple[Tensor, Tensor]) -> float:
     return 0.0 if all(torch.equal(a, b) for a, b in pairs) else float("inf")
 
 
-def _randn(*shape: int) -> Tensor:
+def randn(*shape: int) -> Tensor:
+    """Random numbers in the dtype of the kernels."""
     return torch.randn(shape, device=DEVICE).to(DTYPE)
 
 
 def elementwise() -> Iterator[Check]:
     """RMS norm, SiLU gate, and QK norm + RoPE + KV store."""
     for rows, live, width in ((1, 1, 2048), (33, 30, 4096), (512, 511, 2880)):
-        x, residual, weight = _randn(rows, width), _randn(rows, width), _randn(width)
+        x, residual, weight = randn(rows, width), randn(rows, width), randn(width)
         before, total = residual.clone(), residual + x
         found = norm.rms_norm(x, weight, 1e-6, residual=residual, num_rows=scalar(live, DEVICE))
         case = f"{live} of {rows} x {width}"
         yield Check("add_rms_norm", case, error(found[:live], reference.rms_norm(total, weight, 1e-6)[:live]))
         kept = _wrong((residual[:live], total[:live]), (residual[live:], before[live:]))
         yield Check("add_rms_norm", f"{case}: residual", kept)
-        both = _randn(rows, 2 * width)
+        both = randn(rows, 2 * width)
         yield Check("silu_mul", case, error(gated.silu_mul(both), reference.silu_mul(both)))
         yield Check("gelu_mul", case, error(gated.gelu_mul(both), reference.gelu_mul(both)))
     for heads, normed, rotary, rows in (
@@ -81,9 +82,9 @@ def elementwise() -> Iterator[Check]:
         (Heads(14, 2, 64), False, 64, 64),
         (Heads(16, 8, 256), True, 128, 64),
     ):
-        fused = _randn(rows, (heads.q + 2 * heads.kv) * heads.dim)
+        fused = randn(rows, (heads.q + 2 * heads.kv) * heads.dim)
         rope = inputs.rope(rows, rotary, DTYPE, DEVICE)
-        norms = (_randn(heads.dim), _randn(heads.dim), 1e-6) if normed else None
+        norms = (randn(heads.dim), randn(heads.dim), 1e-6) if normed else None
         cache = torch.zeros(1024, 2, heads.kv, heads.dim, device=DEVICE, dtype=DTYPE)
         kv_slot_mapping = torch.randperm(1024, device=DEVICE)[:rows]
         q, k, v = reference.norm_rope(fused, heads.kv, heads.dim, rope, norms)
@@ -106,12 +107,12 @@ def _exact(x: Tensor, weight: Tensor, bias: Tensor, both: bool) -> Tensor:
 def few_rows() -> Iterator[Check]:
     """`gemv`, with the configs of the rule."""
     for name, (outputs, inputs_, both) in LINEARS.items():
-        weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
+        weight, bias = randn(outputs, inputs_) * inputs_**-0.5, randn(outputs)
         for rows in (1, 2, 4, 8, 32):
             cut = gemv.gemv_config(rows, weight, both)
             if cut is None:
                 continue
-            x = _randn(rows, inputs_)
+            x = randn(rows, inputs_)
             found = error(gemv.gemv(x, weight, bias, cut, gated=both), _exact(x, weight, bias, both))
             yield Check("gemv", f"{name}, {rows} rows", found)
 
@@ -120,12 +121,12 @@ def some_rows() -> Iterator[Check]:
     """`skinny_gemm`: correct, and bitwise the same in a graph."""
     counters = skinny.split_k_counters(DEVICE)
     for name, (outputs, inputs_, both) in LINEARS.items():
-        weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
+        weight, bias = randn(outputs, inputs_) * inputs_**-0.5, randn(outputs)
         for rows in (4, 5, 16, 24, 32, 40, 64):
             cut = skinny.skinny_config(rows, weight, both)
             if cut is None:
                 continue
-            x = _randn(rows, inputs_)
+            x = randn(rows, inputs_)
             call = partial(skinny.skinny_gemm, x, weight, bias, cut, counters, gated=both, pdl=True)
             found, captured = call(), capture([call] * 3)
             captured.graph.replay()
@@ -189,7 +190,7 @@ def experts() -> Iterator[Check]:
             if width != 768 and name != "rule":
                 continue
             live = max(rows - 3, 1)
-            x, logits = _randn(rows, size.hidden), torch.randn(rows, 128, device=DEVICE)
+            x, logits = randn(rows, size.hidden), torch.randn(rows, 128, device=DEVICE)
             x[live:] = float("nan")
             logits[live:] = float("nan")
             use = config or rule(shape, rows)
@@ -209,7 +210,7 @@ def experts_in_4_bits() -> Iterator[Check]:
         (n13, s13, w13), (n2, s2, w2) = made
         for rows in (1, 64, 300, 700, 4096):
             live = max(rows - 3, 1)
-            x, logits = _randn(rows, size.hidden), torch.randn(rows, 128, device=DEVICE)
+            x, logits = randn(rows, size.hidden), torch.randn(rows, 128, device=DEVICE)
             x[live:] = float("nan")
             logits[live:] = float("nan")
             found = inputs.run_moe(
@@ -236,7 +237,7 @@ def attention() -> Iterator[Check]:
     for heads, page, lengths, window, cap, skip in cases:
         kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
         rows, live = len(lengths), len(lengths) - (len(lengths) > 2)
-        q = _randn(rows, heads.q, heads.dim)
+        q = randn(rows, heads.q, heads.dim)
         config = decode_config(
             heads.dim, heads.kv, _processors(), rows, group=heads.q // heads.kv, few=bool(skip)
         )
@@ -313,7 +314,7 @@ def _processors() -> int:
 
 def merging() -> Iterator[Check]:
     """`merge_state` of two partial results."""
-    a, b = _randn(100, 32, 128), _randn(100, 32, 128)
+    a, b = randn(100, 32, 128), randn(100, 32, 128)
     la, lb = torch.randn(100, 32, device=DEVICE), torch.randn(100, 32, device=DEVICE)
     expected, sums = reference.merge_state(a.float(), la, b.float(), lb)
     merge.merge_state(a, la, b, lb)
@@ -375,8 +376,8 @@ def dependent_launch() -> Iterator[Check]:
     """Four layers with programmatic dependent launch in a graph, replayed: bitwise equal to those without."""
     weights = inputs.moe_weights(MoeSize(), DTYPE, DEVICE)
     for rows in (1, 32, 300):
-        x, residual = _randn(rows, 2048), _randn(rows, 2048)
-        logits, weight = torch.randn(rows, 128, device=DEVICE), _randn(2048)
+        x, residual = randn(rows, 2048), randn(rows, 2048)
+        logits, weight = torch.randn(rows, 128, device=DEVICE), randn(2048)
 
         norms = residual, weight
         expected = _chain(x, logits, weights, norms, False)
@@ -397,7 +398,7 @@ def shared_prefix() -> Iterator[Check]:
         lengths = [common + int(n) for n in torch.randint(1, 300, (rows,))]
         kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
         kept.table[kept.slots, : common // 16] = kept.table[kept.slots[0], : common // 16].clone()
-        q, scale = _randn(rows, heads.q, heads.dim), heads.dim**-0.5
+        q, scale = randn(rows, heads.q, heads.dim), heads.dim**-0.5
         cache, shared = (kept.k, kept.v), scalar(common, DEVICE)
         group = heads.q // heads.kv
         config = decode_config(heads.dim, heads.kv, _processors(), rows, group=group, few=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.kernels import inputs
-from bench.kernels.checks import DEVICE, DTYPE
+from bench.kernels.checks import DEVICE, DTYPE, randn
 from bench.kernels.compile import compiling
 from bench.kernels.inputs import Heads
 from bench.kernels.timing import Row, microseconds
@@ -77,7 +77,7 @@ def _chunk_row(
     count = inputs.scalar(n, DEVICE)
     plan = prefill_plan.plan_prefill(Chunks(slots, starts, firsts, count), rows, heads.q // heads.kv, config)
     args = (
-        torch.randn(rows, heads.q, heads.dim, device=DEVICE).to(DTYPE),
+        randn(rows, heads.q, heads.dim),
         kept.layer(page, heads.dim**-0.5),
         plan,
         config,
@@ -158,7 +158,7 @@ def short_chunks() -> Iterator[Row]:
                 view = _view(sizes, padded, deep=label == "ours")
                 one = copy(backend)
                 one.plan(view)
-                q = torch.randn(view.tokens, heads.q, heads.dim, device=DEVICE).to(DTYPE)
+                q = randn(view.tokens, heads.q, heads.dim)
                 cache = kept.k, kept.v
                 calls.append(partial(one.attend, 0, q, cache, view, torch.empty_like(q).flatten(1)))
             flops = 4.0 * heads.dim * heads.q * _pairs(sizes)
@@ -186,7 +186,7 @@ def flashinfer() -> Iterator[Row]:
         wrapper = make(space, "NHD", backend="fa3")
         tables = (each.to(DEVICE) for each in (rows, counts, indices, last))
         wrapper.plan(*tables, heads.q, heads.kv, heads.dim, 16, causal=True, q_data_type=DTYPE)
-        q = torch.randn(int(rows[-1]), heads.q, heads.dim, device=DEVICE).to(DTYPE)
+        q = randn(int(rows[-1]), heads.q, heads.dim)
         cache = tuple(side.view(-1, 16, heads.kv, heads.dim) for side in (kept.k, kept.v))
         us = microseconds([partial(wrapper.run, q, cache, out=torch.empty_like(q))])
         flops = 4.0 * heads.dim * heads.q * _pairs(sizes)

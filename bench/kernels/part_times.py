@@ -8,11 +8,10 @@ from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from bench.kernels import inputs
-from bench.kernels.checks import DEVICE, DTYPE
+from bench.kernels.checks import DEVICE, DTYPE, randn
 from bench.kernels.inputs import Heads, MoeSize
 from bench.kernels.timing import Row, microseconds
 from core.models.quant import BLOCK
@@ -57,10 +56,6 @@ JOINED = {
 
 QUANTISED = {"2048": (2048, 1), "4096": (4096, 1), "12288": (12_288, 1), "768, 8 a token": (768, 8)}
 """Width and rows per token: inputs of the GEMMs of both models, and of the second MoE GEMM."""
-
-
-def _randn(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(DTYPE)
 
 
 def _chunks(sizes: list[tuple[int, int]], kept: inputs.Pages) -> Chunks:
@@ -126,7 +121,7 @@ def _merging() -> Iterator[Row]:
             space.out.normal_()
             space.lse.normal_()
             out = torch.empty(rows, heads.q * heads.dim, dtype=DTYPE, device=DEVICE)
-            _, shape = kernel_args(_randn(rows, heads.q, heads.dim), kept.layer(16, 0.1))
+            _, shape = kernel_args(randn(rows, heads.q, heads.dim), kept.layer(16, 0.1))
             calls.append(partial(merge_blocks, plan, space, config, out, shape))
         moved = _merge_bytes(plan, config, heads)
         yield Row("merge_blocks", f"{name}, {heads.q}/{heads.kv}/{heads.dim}", microseconds(calls), moved)
@@ -140,8 +135,8 @@ def _moe_reduction() -> Iterator[Row]:
         for _ in range(COPIES):
             chosen = torch.randn(rows, size.experts, device=DEVICE).topk(size.top_k)
             routing = Routing(chosen.values.softmax(-1), chosen.indices.int())
-            found, residual = _randn(rows * size.top_k, size.hidden), _randn(rows, size.hidden)
-            calls.append(partial(moe_sum, found, routing, DTYPE, (residual, _randn(size.hidden), 1e-6)))
+            found, residual = randn(rows * size.top_k, size.hidden), randn(rows, size.hidden)
+            calls.append(partial(moe_sum, found, routing, DTYPE, (residual, randn(size.hidden), 1e-6)))
         moved = rows * ((size.top_k + 3) * size.hidden * 2 + size.top_k * (4 + 4))
         yield Row("moe_sum", f"{rows} x {size.top_k} x {size.hidden}", microseconds(calls), moved)
 
@@ -149,7 +144,7 @@ def _moe_reduction() -> Iterator[Row]:
 def _quantisation() -> Iterator[Row]:
     for (name, (width, per)), group, tokens in product(QUANTISED.items(), (0, BLOCK), (32, 512, 2048)):
         rows = tokens * per
-        calls = [partial(quantise_rows, _randn(rows, width), group=group) for _ in range(COPIES)]
+        calls = [partial(quantise_rows, randn(rows, width), group=group) for _ in range(COPIES)]
         scales = width // group if group else 1
         case = f"{tokens} x {name}" + ", groups" * (group > 0)
         yield Row("quantise_rows", case, microseconds(calls), rows * (width * (2 + 1) + scales * 4))

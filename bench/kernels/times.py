@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels import inputs, tune
-from bench.kernels.checks import DEVICE, DTYPE
+from bench.kernels.checks import DEVICE, DTYPE, randn
 from bench.kernels.chunk_times import CHUNK_CUTS, chunks, compile_chunks, flashinfer
 from bench.kernels.compile import compiling
 from bench.kernels.end_times import ends
@@ -37,25 +37,21 @@ COPIES = 8
 in L2 in a real step too."""
 
 
-def _randn(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(DTYPE)
-
-
 def elementwise() -> Iterator[Row]:
     """Norm, gate, norm + rope + store."""
     for rows in (1, 256, 2048):
-        pairs = [(_randn(rows, 2048), _randn(rows, 2048)) for _ in range(COPIES)]
-        weight = _randn(2048)
+        pairs = [(randn(rows, 2048), randn(rows, 2048)) for _ in range(COPIES)]
+        weight = randn(2048)
         us = microseconds([partial(norm.rms_norm, x, weight, 1e-6, residual=r) for x, r in pairs])
         yield Row("add_rms_norm", f"{rows} x 2048", us, rows * 2048 * 2 * 4)
-        both = [_randn(rows, 2 * 12288) for _ in range(2)]
+        both = [randn(rows, 2 * 12288) for _ in range(2)]
         us = microseconds([partial(gated.silu_mul, b) for b in both])
         yield Row("silu_mul", f"{rows} x 12288", us, rows * 12288 * 2 * 3)
         heads = Heads()
         width = (heads.q + 2 * heads.kv) * heads.dim
-        fused = [_randn(rows, width) for _ in range(COPIES)]
+        fused = [randn(rows, width) for _ in range(COPIES)]
         rope = inputs.rope(rows, heads.dim, DTYPE, DEVICE)
-        norms = _randn(heads.dim), _randn(heads.dim), 1e-6
+        norms = randn(heads.dim), randn(heads.dim), 1e-6
         cache = torch.zeros(65_536, 2, heads.kv, heads.dim, device=DEVICE, dtype=DTYPE)
         kv_slot_mapping, sides = torch.randperm(65_536, device=DEVICE)[:rows], (cache[:, 0], cache[:, 1])
         us = microseconds(
@@ -73,7 +69,7 @@ def _decode_calls(
         kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
         plan = plan_decode(kept.slots, kept.lengths[kept.slots], config)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
-        q = _randn(rows, heads.q, heads.dim)
+        q = randn(rows, heads.q, heads.dim)
 
         calls.append(partial(decode.paged_decode, q, kept.layer(page, heads.dim**-0.5), plan, space, config))
     return calls
@@ -116,7 +112,7 @@ def attention() -> Iterator[Row]:
     slots, lens = torch.arange(1, 513, device=DEVICE), torch.full((514,), 1000, device=DEVICE)
     us = microseconds([partial(plan_decode, slots, lens, base)])
     yield Row("plan_decode", "512 rows", us, 512 * 4 * 6)
-    a, la = _randn(128, 32, 128), torch.randn(128, 32, device=DEVICE)
+    a, la = randn(128, 32, 128), torch.randn(128, 32, device=DEVICE)
     us = microseconds([partial(merge.merge_state, a, la, a.clone(), la.clone())])
     yield Row("merge_state", "128 x 32 x 128", us, 128 * 32 * 128 * 2 * 3)
 
@@ -182,7 +178,7 @@ def shared_prefix() -> Iterator[Row]:
     """128 rows with a shared prefix of 2,048 tokens, by several configs."""
     heads, rows, common = Heads(), 128, 2048
     kept = inputs.pages([common] * rows, 16, heads, DTYPE, DEVICE)
-    q, shared = _randn(rows, heads.q, heads.dim), inputs.scalar(common, DEVICE)
+    q, shared = randn(rows, heads.q, heads.dim), inputs.scalar(common, DEVICE)
     flops = 4.0 * rows * heads.q * heads.dim * common
     found = []
     for cut in PREFIX_CUTS:
@@ -190,7 +186,7 @@ def shared_prefix() -> Iterator[Row]:
         call = partial(cascade.prefix_attention, q, kept.layer(16, 0.09), kept.slots, shared, config)
         found.append(Row("prefix", f"{rows} x {common}", microseconds([call]), 0.0, flops, str(cut)))
     yield from sorted(found, key=lambda row: row.us)[:4]
-    out, lse = _randn(rows, heads.q, heads.dim), torch.randn(rows, heads.q, device=DEVICE)
+    out, lse = randn(rows, heads.q, heads.dim), torch.randn(rows, heads.q, device=DEVICE)
     layer = kept.layer(16, 0.09)
     prefix = cascade.prefix_attention(q, layer, kept.slots, shared, cascade.PrefixConfig())
     us = microseconds([partial(merge.merge_state, out, lse, *prefix)])
@@ -224,9 +220,9 @@ class _Product:
     def __init__(self, outputs: int, size: int, both: bool, rows: int) -> None:
         self.both = both
         self.sets = max(2, min(8, int(150e6 / (outputs * size)) + 1))
-        self.weights = [_randn(outputs, size) * size**-0.5 for _ in range(self.sets)]
-        self._pairs = [(_randn(rows, size), _randn(rows, size)) for _ in range(self.sets)]
-        self._scale = _randn(size)
+        self.weights = [randn(outputs, size) * size**-0.5 for _ in range(self.sets)]
+        self._pairs = [(randn(rows, size), randn(rows, size)) for _ in range(self.sets)]
+        self._scale = randn(size)
         self._counters = split_k_counters(DEVICE)
 
     def _norm(self, at: int) -> Tensor:
@@ -288,7 +284,7 @@ LINEAR_CUTS = tuple(GemvConfig(*cut) for cut in ((1, 4), (1, 8), (2, 4), (2, 8),
 def routing() -> Iterator[Row]:
     """Router softmax, top-k and sort, of several consecutive layers."""
     for tokens, pdl in product((1, 16, 32, 64, 256, 512, 2048, 8192), (False, True)):
-        steps = [_randn(tokens, 128) for _ in range(4)]
+        steps = [randn(tokens, 128) for _ in range(4)]
         tall = 64 if tokens > 256 else 16
         us = microseconds([partial(route.route, logits, 8, tall, pdl=pdl) for logits in steps])
         yield Row("route" + " PDL" * pdl, f"T {tokens}", us, tokens * (128 * 2 + 8 * 16))
@@ -306,10 +302,10 @@ def small() -> Iterator[Row]:
             line = tune.row(tokens, size, microseconds(calls), "few_rows_moe")
             rows.append(line._replace(target=" ".join(map(str, config))))
         yield from sorted(rows, key=lambda row: row.us)[:3]
-    weight = _randn(2048)
+    weight = randn(2048)
     shape = MoeShape(128, 768, 2048, 8, "bfloat16", "")
     for tokens in (1, 32, 256):
-        steps, residual = bench.inputs(tokens), _randn(tokens, 2048)
+        steps, residual = bench.inputs(tokens), randn(tokens, 2048)
         use = rule(shape, tokens)
         for pdl in (False, True):
             after = residual, weight, 1e-6
@@ -329,7 +325,7 @@ def ceilings() -> Iterator[Row]:
     """Measured memory bandwidth and matmul throughput of this card, for comparison."""
     a, b = (torch.empty(2**31, dtype=torch.int16, device=DEVICE).random_() for _ in range(2))
     yield Row("copy", "4 GiB to 4 GiB", microseconds([partial(b.copy_, a)], 7, 2), 2.0**34)
-    x, y = _randn(8192, 8192), _randn(8192, 8192)
+    x, y = randn(8192, 8192), randn(8192, 8192)
     yield Row(
         "matmul", "8192 cubed bf16", microseconds([partial(torch.matmul, x, y)], 7, 3), 0.0, 2.0 * 8192**3
     )
