@@ -227,11 +227,18 @@ class Filler:
                 self._put_slabs(part, own)
             first += size
 
-    def _put_slabs(self, name: str, matrix: Coarse) -> None:
-        """`put_coarse` into the place `name`, in the dtype of the computation or of 8 bits."""
+    def _claim(self, name: str) -> torch.Tensor:
+        """The place `name`, which counts as filled from now on, and so does that of its scale."""
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
-        part, place = self._slices.get(name), self._places[name]
+        place = self._places[name]
+        scaled = place.dtype in EIGHT_BITS or place.dtype in WORDS
+        self._filled |= dict.fromkeys((name, f"{name}_scale") if scaled else (name,))
+        return place
+
+    def _put_slabs(self, name: str, matrix: Coarse) -> None:
+        """`put_coarse` into the place `name`, in the dtype of the computation or of 8 bits."""
+        part, place = self._slices.get(name), self._claim(name)
         for first, slab in matrix.slabs() if len(place) else ():  # of nothing is dequantised
             rows, at = slab.floats(), first
             if part is not None and part.dim == 1:
@@ -248,15 +255,10 @@ class Filler:
                 int8.store(place[own], self._places[name + "_scale"][own], rows)
             else:
                 self._copy(place[own], rows)
-        self._filled[name] = None
-        if place.dtype == torch.int8:
-            self._filled[name + "_scale"] = None
 
     def _put_q4(self, name: str, matrix: Q4Matrix) -> None:
         """`put_coarse` into the place `name`, whose format is that of `gpu.quant.q4`."""
-        if name in self._filled:
-            raise ModelError(f"The checkpoint holds {name} twice.")
-        place, scale = self._places[name], self._places[name + "_scale"]
+        place, scale = self._claim(name), self._places[name + "_scale"]
         part = self._slices.get(name)
         if part is not None and part.dim == 0:
             matrix = matrix.part(0, part.start, part.size)
@@ -268,22 +270,17 @@ class Filler:
                 scales = scales[:, part.start // q4.GROUP : last // q4.GROUP]
             own = slice(first, first + len(numbers))
             q4.store(place[own], scale[own], q4.Numbers(numbers, scales))
-        self._filled |= dict.fromkeys((name, name + "_scale"))
 
     def _put_words(self, name: str, packed: Packed) -> None:
         """`put_coarse` into the place `name`."""
-        if name in self._filled:
-            raise ModelError(f"The checkpoint holds {name} twice.")
+        place = self._claim(name)
         if (part := self._slices.get(name)) is not None:
             packed = packed.part(part.dim, part.start, part.size)
-        store_int4(self._places[name], self._places[name + "_scale"], packed, self._copy)
-        self._filled |= dict.fromkeys((name, name + "_scale"))
+        store_int4(place, self._places[name + "_scale"], packed, self._copy)
 
     def _put(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
         """`put` into the place `name`."""
-        if name in self._filled:
-            raise ModelError(f"The checkpoint holds {name} twice.")
-        place = self._places[name]
+        place = self._claim(name)
         if place.dtype in WORDS:
             raise ModelError(
                 f"{name} is not quantised, and quantization_config does not except it: --quantization none "
@@ -301,10 +298,8 @@ class Filler:
             else:
                 self._copy(place, tensor)
                 self._copy(scales, scale)
-            self._filled[name + "_scale"] = None
         else:
             self._copy(place, tensor)
-        self._filled[name] = None
 
     def _whole(self, name: str) -> tuple[int, ...]:
         """The shape of the checkpoint's tensor for a place."""
