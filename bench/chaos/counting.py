@@ -87,8 +87,7 @@ class CountingRunner:
             self._length[rows] += 1
         for chunk in plan.chunks:
             self._prefill(chunk.slot, chunk.start, chunk.tokens.tolist())
-        sampled = [chunk.slot for chunk in plan.chunks if chunk.samples]
-        slots = np.concatenate([rows, np.asarray(sampled, rows.dtype)])
+        slots = plan.sampling_slots
         last = self._length[slots] - 1
         hashes = self._read(slots, last), self._read(slots, last // 2)
         tokens = np.where(np.minimum(*hashes) < 0, -1, _tokens(*hashes))

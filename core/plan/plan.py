@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from core.grammar import CompiledGrammar
 from core.request.params import Hidden, SamplingParams
@@ -159,3 +160,9 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     def num_samples(self) -> int:
         """Rows of logits, upper bound."""
         return len(self.decode_slots) + self.drafts + sum(chunk.samples for chunk in self.chunks)
+
+    @property
+    def sampling_slots(self) -> Ints:
+        """Slots of the rows that sample, in their order."""
+        ends = [chunk.slot for chunk in self.chunks if chunk.samples]
+        return np.concatenate([self.decode_slots, np.array(ends, np.int32)]) if ends else self.decode_slots

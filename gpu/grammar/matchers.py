@@ -124,7 +124,7 @@ class Matchers:
         """Masks of the sampling rows whose slots are constrained; None when there is none."""
         if not self._by_slot:
             return None
-        listed = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks if chunk.samples]
+        listed = plan.sampling_slots.tolist()
         rows = [row for row, slot in enumerate(listed) if slot in self._by_slot]
         if not rows:
             return None

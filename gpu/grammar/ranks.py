@@ -54,8 +54,7 @@ class RankMatchers(Matchers):
     def fill(self, plan: StepPlan) -> Masks | None:
         """See `Matchers.fill`. The ranks read rank 0's memory, which it writes again only when all have come
         to the forward of the next step."""
-        slots = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks if chunk.samples]
-        if self._masked.isdisjoint(slots):
+        if self._masked.isdisjoint(plan.sampling_slots.tolist()):
             return None
         masks, ended = self._rank.first(partial(self._fill_for_all, plan), Filled)
         if ended and self._known is not None and not self._leads:

@@ -77,12 +77,6 @@ class Choice(msgspec.Struct, frozen=True):
 Key = Sampling | Logits | Choice
 
 
-def sampling_slots(plan: StepPlan) -> Ints:
-    """Slots of the plan's rows that sample, in its order."""
-    ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
-    return np.concatenate([plan.decode_slots, np.array(ends, np.int32)]) if ends else plan.decode_slots
-
-
 def sampling_keys(rows: int, adapters: bool = False) -> tuple[Key, ...]:
     """All launches of one size, with `adapters` also those whose head they change."""
     keys: list[Key] = [Choice(rows)]
@@ -174,7 +168,7 @@ class SamplingStage:
     def launch(self, plan: StepPlan, rows: int, masks: Masks | None, launches: Launchable) -> Sampled:
         """Choose the tokens of the plan's rows in launches of `rows` padded samples. `masks` say what
         constrained rows may take."""
-        slots = sampling_slots(plan)
+        slots = plan.sampling_slots
         needs, adapters = self._options.needs(slots), plan.adapters and self._adapters
         if masks is None and not needs & (ADJUSTED | LOGPROBS | PROCESSED):
             launches[Sampling(rows, bool(needs & FILTERED), adapters)]()

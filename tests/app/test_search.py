@@ -43,7 +43,7 @@ class Likely(FakeExecutor):
 
     def _run(self, plan: StepPlan) -> StepResult:
         result = super()._run(plan)
-        slots = [*plan.decode_slots.tolist(), *(chunk.slot for chunk in plan.chunks if chunk.samples)]
+        slots = plan.sampling_slots.tolist()
         told = {row: self._row(slots[row]) for row in result.logprobs}
         return msgspec.structs.replace(result, logprobs=told)
 

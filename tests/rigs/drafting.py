@@ -35,7 +35,6 @@ from gpu.state.tables import SlotTables
 from gpu.step.launched import LaunchedStep
 from gpu.step.machine import Machine
 from gpu.step.rings import Entries
-from gpu.step.sampling import sampling_slots
 from gpu.thread import device_thread
 from gpu.worker import Progress
 from tests.rigs.runner import CPU, Rig
@@ -103,7 +102,7 @@ class DraftingRunner:
                 tables.ancestors[slot] = torch.tensor(masks)
             tables.drafts[slot] = torch.tensor([self._random.randint(0, len(drafts)), *drafts])
         self._prompts |= {new.slot: new.prompt for new in plan.new_slots}
-        prompts = [self._prompts[slot].tobytes() for slot in sampling_slots(plan).tolist()]
+        prompts = [self._prompts[slot].tobytes() for slot in plan.sampling_slots.tolist()]
         return Watched(self._runner.launch(plan), prompts, self.most)
 
     def _propose(self, slot: int, position: int) -> list[int]:
