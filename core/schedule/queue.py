@@ -75,16 +75,14 @@ class Waiting:
     def append(self, request: Request, now: float) -> None:
         request.number, self._number = self._number, self._number + 1
         request.since = now
+        self.callers.enter(request.caller)
+        self._count([request])
         if request.continues:
             self._returned[request] = None
-            self.callers.enter(request.caller)
-            self._count([request])
             return
         self._arrived[request] = None
         self.lines.setdefault(request.caller, {})[request] = None
-        self.callers.enter(request.caller)
         self.prompts[request.caller] = self.prompts.get(request.caller, 0) + request.to_compute
-        self._count([request])
 
     def put_back(self, requests: list[Request], now: float) -> None:
         """Queue retracted requests in front, in order of arrival."""
