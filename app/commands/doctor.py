@@ -37,7 +37,7 @@ def run(config: Config) -> int:
     logs.set_up("error")
     checks: list[tuple[str, Callable[[Config], Iterable[str]]]] = [
         ("versions", _versions),
-        ("devices", _devices),
+        ("devices", describe_devices),
         ("model", _model),
         ("port", _port),
         ("disk", _disk),
@@ -69,10 +69,6 @@ def _versions(config: Config) -> Iterable[str]:
         except importlib.metadata.PackageNotFoundError:
             named.append(f"no {package}")
     return [", ".join(named), f"{platform.platform()}, {sys.executable}"]
-
-
-def _devices(config: Config) -> Iterable[str]:
-    return describe_devices(config)
 
 
 def _model(config: Config) -> Iterable[str]:

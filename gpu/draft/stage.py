@@ -8,7 +8,6 @@ A drafter without KV proposes at the end of the sampling's launch instead (`Draf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
 import msgspec
 
@@ -17,7 +16,7 @@ from core.plan import StepPlan
 from gpu.draft.drafter import Drafter, StepOutcome
 from gpu.state.tables import SlotTables
 from gpu.step.costs import Launch, is_late, measure_costs
-from gpu.step.graphs import Work
+from gpu.step.graphs import Launchable
 from gpu.step.shapes import decode_sizes, fit
 from gpu.step.steps import Forward
 
@@ -39,12 +38,6 @@ class Propose(msgspec.Struct, frozen=True):
 Key = Follow | Propose
 
 
-class Launchable(Protocol):
-    """Captured work by key: `gpu.step.graphs.Launches`."""
-
-    def __getitem__(self, key: Key) -> Work: ...
-
-
 class DraftStage:
     """Owner: launch thread."""
 
@@ -64,7 +57,7 @@ class DraftStage:
         self._sizes = decode_sizes(tables.slots - 1) if padded else None
         self._measured = False
 
-    def launch(self, plan: StepPlan, forward: Forward, launches: Launchable) -> None:
+    def launch(self, plan: StepPlan, forward: Forward, launches: Launchable[Key]) -> None:
         """Behind the sampling of `plan`, whose launches had the sizes of `forward`."""
         if not self.drafter.keeps_kv:
             return

@@ -15,6 +15,7 @@ _CAPTURING = threading.Lock()
 """One rank captures at a time: whether garbage is collected is one flag of the process."""
 
 K = TypeVar("K", bound=Hashable)
+Some = TypeVar("Some", contravariant=True)
 
 Work = Callable[[], object]
 
@@ -104,5 +105,8 @@ class Launches(Generic[K]):
     def __getitem__(self, key: K) -> Work:
         return partial(self._run, key) if self._launcher is None else self._by_key[key]
 
-    def __len__(self) -> int:
-        return len(self._by_key)
+
+class Launchable(Protocol[Some]):
+    """`Launches`, to a stage that knows some of their keys."""
+
+    def __getitem__(self, key: Some) -> Work: ...

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ from gpu.sample.slots import (
 )
 from gpu.sample.token_tables import token_tables
 from gpu.state.entry import EntryRing
-from gpu.step.graphs import Work
+from gpu.step.graphs import Launchable, Work
 from gpu.step.rings import Rings, Ticket
 from gpu.transfer import upload
 
@@ -83,12 +83,6 @@ def sampling_keys(rows: int, adapters: bool = False) -> tuple[Key, ...]:
     for kind in (False, True) if adapters else (False,):
         keys += Logits(rows, kind), Sampling(rows, True, kind), Sampling(rows, False, kind)
     return tuple(keys)
-
-
-class Launchable(Protocol):
-    """Captured work by key: `gpu.step.graphs.Launches`."""
-
-    def __getitem__(self, key: Key) -> Work: ...
 
 
 class SamplingDevice(NamedTuple):
@@ -165,7 +159,7 @@ class SamplingStage:
 
     # -- the step ----------------------------------------------------------------------------------
 
-    def launch(self, plan: StepPlan, rows: int, masks: Masks | None, launches: Launchable) -> Sampled:
+    def launch(self, plan: StepPlan, rows: int, masks: Masks | None, launches: Launchable[Key]) -> Sampled:
         """Choose the tokens of the plan's rows in launches of `rows` padded samples. `masks` say what
         constrained rows may take."""
         slots = plan.sampling_slots
