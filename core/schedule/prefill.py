@@ -283,13 +283,13 @@ class Prefills:
         page = self._cache.page_size
         return room // page * page or room
 
-    def _chunk(self, builder: PlanBuilder, request: Request, tokens: Ints) -> bool:
-        """Plan the next run of the prompt; True when it reaches the end."""
+    def _chunk(self, builder: PlanBuilder, request: Request, tokens: Ints) -> None:
+        """Plan the next run of the prompt."""
         table, slot = self._table, request.slot
         start = int(table.least[slot])
         n = self._fits(len(tokens) - start, builder.room)
         if n == 0:
-            return False
+            return
         end = start + n
         last = end == len(tokens)
         known = end - 1 if last else end  # the last position whose target this chunk can see
@@ -325,7 +325,6 @@ class Prefills:
         self._save(builder, request.hold, slot, range(start + 1, end + 1))
         if last and request.pinning is not None:
             self._pin(request.hold, request.pinning, builder.now)
-        return last
 
     def _save(self, builder: PlanBuilder, hold: Hold, slot: int, passed: range) -> None:
         """Keep the states of linear attention at the marks that a chunk passes."""

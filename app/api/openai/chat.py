@@ -26,10 +26,7 @@ from app.api.request.messages import (
 from app.api.request.prompts import check_ids
 from app.api.request.reasoning import constrained, shown, thinking_budget, unthinking, without_thinking
 from app.api.request.routing import CHOICES, Routes
-from app.api.request.sampling import (
-    choices,
-    stream_interval,
-)
+from app.api.request.sampling import choices, stream_interval
 from app.api.request.schema import ChatBody, refuse_unsupported
 from app.api.request.tools import Tools, called_in, chosen_tools
 from app.engine.job import Job, Run

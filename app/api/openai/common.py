@@ -36,13 +36,12 @@ def check_stream_fields(body: ChatBody | CompletionBody) -> None:
         raise field_error("return_meta_info", "is not available with 'stream'", "unsupported")
 
 
-def _prompt_logprobs(body: Generation) -> int:
-    """`prompt_logprobs` as the sampling parameter: -1 for none."""
-    value = body.prompt_logprobs
+def logprob_count(value: int | None, param: str) -> int:
+    """Log-probabilities that the field `param` asks for, as the sampling parameter: -1 for none."""
     if value is None:
         return -1
     if value < 0:
-        raise field_error("prompt_logprobs", "must not be negative")
+        raise field_error(param, "must not be negative")
     return value
 
 
@@ -70,7 +69,7 @@ def base_job(
             card,
             min_tokens=body.min_tokens or 0,
             logprobs=logprobs,
-            prompt_logprobs=max(_prompt_logprobs(body), prompt_logprobs),
+            prompt_logprobs=max(logprob_count(body.prompt_logprobs, "prompt_logprobs"), prompt_logprobs),
             experts_from=experts_start(body, card),
         ),
         text=text_options(body),

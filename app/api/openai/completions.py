@@ -9,17 +9,14 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from aiohttp import web
 
-from app.api.openai.common import base_job, check_stream_fields, request_id
+from app.api.openai.common import base_job, check_stream_fields, logprob_count, request_id
 from app.api.openai.stream import Chunks, GenerationRequest
 from app.api.request.embeds import embedded, prompt_embeds
 from app.api.request.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
 from app.api.request.prompts import check_prompt, split_prompts
 from app.api.request.reasoning import limited_thinking, thinking_budget
 from app.api.request.routing import CHOICES, Routes
-from app.api.request.sampling import (
-    choices,
-    stream_interval,
-)
+from app.api.request.sampling import choices, stream_interval
 from app.api.request.schema import CompletionBody, refuse_unsupported
 from app.api.request.suffix import with_suffix
 from app.engine.job import Job, Piece, Run
@@ -134,7 +131,7 @@ def completion_jobs(
     if body.best_of not in (None, n):
         raise unsupported("best_of", f"all {n} of 'n' are returned, and no others are made")
     vocab_size = loaded.card.vocab_size
-    logprobs = _logprobs(body)
+    logprobs = logprob_count(body.logprobs, "logprobs")
     base = base_job(
         body,
         loaded,
@@ -155,14 +152,6 @@ def completion_jobs(
     if len(jobs) == 1:
         return jobs
     return [msgspec.structs.replace(job, id=f"{id}-{i}") for i, job in enumerate(jobs)]
-
-
-def _logprobs(body: CompletionBody) -> int:
-    if body.logprobs is None:
-        return -1
-    if body.logprobs < 0:
-        raise field_error("logprobs", "must not be negative")
-    return body.logprobs
 
 
 def _named(param: str, prompts: Sequence[P]) -> list[tuple[str, P]]:
