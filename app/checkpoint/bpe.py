@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from app.text.vocab import BYTE_ALPHABET
 from core.errors import ModelError
 from core.models.fields import nearest
 
+Text = TypeVar("Text", str, bytes)
+
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that no merge makes: special ones, and others that are found in texts as they are."""
-
 
 RESERVED = 256
 """Special tokens of a tiktoken.model, behind its ranks."""
@@ -153,7 +154,8 @@ def tiktoken_bpe(data: bytes, settings: Mapping[str, Any], split: str = "kimi-k2
     ranks = _ranks(data)
     spell = {byte: chr(char) for char, byte in BYTE_ALPHABET.items()}
     spelled = {token: "".join(spell[byte] for byte in token) for token in ranks}
-    merges = [[spelled[left], spelled[right]] for left, right in _merges(ranks)]
+    pairs = merges_of(sorted(ranks, key=ranks.__getitem__), ranks)
+    merges = [[spelled[left], spelled[right]] for left, right in pairs]
     named = settings.get("added_tokens_decoder") or {}
     added = []
     for i in range(len(ranks), len(ranks) + RESERVED):
@@ -174,12 +176,12 @@ def _ranks(data: bytes) -> dict[bytes, int]:
     return found
 
 
-def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """All pairs of tokens that make a token, in the order of its rank."""
-    for token in sorted(ranks, key=ranks.__getitem__):
+def merges_of(tokens: Iterable[Text], ids: Mapping[Text, int]) -> Iterator[tuple[Text, Text]]:
+    """All pairs of tokens with `ids` that make one of `tokens`, in the order of these."""
+    for token in tokens:
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
-        made = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
-        yield from sorted(made, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        made = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        yield from sorted(made, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
 
 
 def added_token(id: int, token: str, special: bool) -> dict[str, Any]:

@@ -7,10 +7,10 @@ minute for the 32,000 tokens of Llama 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from app.checkpoint.bpe import CONTROL, USER_DEFINED, added_token, special_tokens
+from app.checkpoint.bpe import CONTROL, USER_DEFINED, added_token, merges_of, special_tokens
 
 NORMAL, UNKNOWN = 1, 2
 """Types of tokens."""
@@ -33,6 +33,8 @@ def sentencepiece_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
+    of_text = [i for i, kind in enumerate(kinds) if kind in (NORMAL, USER_DEFINED)]
+    best_first = [tokens[i] for i in sorted(of_text, key=lambda i: -scores[i])]
     settings: dict[str, Any] = {"add_bos_token": True} | special_tokens(fields)
     prefixed = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
     decoders: list[dict[str, Any]] = [
@@ -59,20 +61,7 @@ def sentencepiece_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": list(_merges(tokens, kinds, scores)),
+            "merges": list(merges_of(best_first, {tokens[i]: i for i in of_text})),
         },
     }
     return content, settings
-
-
-def _merges(
-    tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
-) -> Iterator[tuple[str, str]]:
-    """Yield all pairs of tokens whose concatenation is a token, those with the highest score first."""
-    of_text = {i: token for i, token in enumerate(tokens) if kinds[i] in (NORMAL, USER_DEFINED)}
-    ids = {token: i for i, token in of_text.items()}
-    for i in sorted(of_text, key=lambda i: -scores[i]):
-        token = tokens[i]
-        pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
-        made = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
-        yield from sorted(made, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
