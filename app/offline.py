@@ -464,10 +464,7 @@ def _prompts(prompts: Prompts) -> list[str | list[int]]:
 
 
 def _single(
-    prompt: Prompt | None,
-    messages: Messages | None,
-    sampling: Sampling,
-    fields: Mapping[str, Any],
+    prompt: Prompt | None, messages: Messages | None, sampling: Sampling, fields: Mapping[str, Any]
 ) -> Body:
     if (prompt is None) == (messages is None):
         raise TypeError("give either a prompt or messages")

@@ -13,13 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from core.adapters import AdapterLimits
-from core.config import (
-    CacheConfig,
-    ModelConfig,
-    ParallelConfig,
-    ScheduleConfig,
-    SpeculativeConfig,
-)
+from core.config import CacheConfig, ModelConfig, ParallelConfig, ScheduleConfig, SpeculativeConfig
 from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities

@@ -167,12 +167,7 @@ def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -
 
 
 def _checkpoint(
-    path: Path,
-    directory: Path,
-    facts: dict[str, Any],
-    name: str,
-    config: ModelConfig,
-    progress: Progress,
+    path: Path, directory: Path, facts: dict[str, Any], name: str, config: ModelConfig, progress: Progress
 ) -> Checkpoint:
     """The weights at `path` with what `directory` says of them."""
     return Checkpoint(

@@ -255,12 +255,7 @@ class Submitter:
         return max(tokens, 0)
 
     def _enqueue(
-        self,
-        job: Job,
-        prompt: Ints,
-        grammar: CompiledGrammar | None,
-        pinning: Pinning | None,
-        sink: Sink,
+        self, job: Job, prompt: Ints, grammar: CompiledGrammar | None, pinning: Pinning | None, sink: Sink
     ) -> LiveRun:
         sampling = self._complete(job, len(prompt))
         check(sampling, self._limits.vocab_size, self._limits.processors)

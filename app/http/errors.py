@@ -35,11 +35,7 @@ class HttpError(LoomError):
     """An error of HTTP itself: no such route, a wrong key, a body that cannot be read."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -176,9 +172,6 @@ def fault(error: BaseException) -> Fault:
 def _headers(status: int, error: BaseException) -> Mapping[str, str]:
     if status in (429, 503):
         seconds = error.retry_after if isinstance(error, Overloaded) else RETRY_AFTER
-        return {
-            "retry-after-ms": str(math.ceil(seconds * 1000)),
-            "Retry-After": str(math.ceil(seconds)),
-        }
+        return {"retry-after-ms": str(math.ceil(seconds * 1000)), "Retry-After": str(math.ceil(seconds))}
     # The request would fail again; clients retry a 408 and a 500 twice by default.
     return {"x-should-retry": "false"} if status in (408, 500) else {}

@@ -16,12 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from app.http.keys import RequestCounts
 from app.http.limits import Account

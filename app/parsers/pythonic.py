@@ -86,11 +86,7 @@ def _arguments(calls: CallParser, function: str) -> Steps[None]:
     """Reported from the first name on: what is no call (`[f(x) for x in y]`) mostly fails before."""
     cursor = calls.cursor
     yield from arguments(
-        calls,
-        function,
-        "=)",
-        lambda: _identifier(cursor),
-        lambda _: _literal(cursor, calls.arguments, 0),
+        calls, function, "=)", lambda: _identifier(cursor), lambda _: _literal(cursor, calls.arguments, 0)
     )
 
 

@@ -68,11 +68,7 @@ class ChatTemplate:
     Owner: event loop. Rendering is pure, so `render_async` may use a pool thread.
     """
 
-    def __init__(
-        self,
-        source: str | None,
-        special_tokens: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
         """`special_tokens` are the names (`bos_token`, ...) that templates use. None for `source`
         makes every rendering a `RequestError`. Raises `ModelError` for what does not compile."""
         self._sandbox: Sandbox = Sandbox()

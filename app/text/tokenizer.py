@@ -40,15 +40,7 @@ SPARSE_CHARS = 4
 """Per token, in usual text: of a text that may be too long, this many characters for each token of the limit
 are encoded first, then four times as many."""
 
-_TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<|eot|>",
-    "<|return|>",
-    "<|call|>",
-)
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>", "<|return|>", "<|call|>")
 """End-of-turn tokens of ChatML, Llama 3, Gemma, Llama 4 and gpt-oss, used in addition to the EOS of the
 files: fine-tunes often keep the base model's."""
 
@@ -104,11 +96,7 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls,
-        directory: Path | None,
-        vocab_size: int,
-        eos_ids: Iterable[int] = (),
-        bos_id: int | None = None,
+        cls, directory: Path | None, vocab_size: int, eos_ids: Iterable[int] = (), bos_id: int | None = None
     ) -> Tokenizer:
         """Tokenizer of a directory with tokenizer.json; None gives one whose tokens are bytes.
 

@@ -20,12 +20,7 @@ from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.attention.kv_packing import pack, plan_packing
 from gpu.kernels.attention.pages import kernel_args
 from gpu.kernels.attention.prefill_merge import merge_blocks, prefill_space
-from gpu.kernels.attention.prefill_plan import (
-    Chunks,
-    PrefillConfig,
-    plan_prefill,
-    prefill_config,
-)
+from gpu.kernels.attention.prefill_plan import Chunks, PrefillConfig, plan_prefill, prefill_config
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.kernels.moe.combine import moe_sum

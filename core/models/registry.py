@@ -83,10 +83,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(read.olmo2),
     "Olmo3ForCausalLM": Family(read.olmo3),
-    "Phi3ForCausalLM": Family(
-        read.phi3,
-        fused=FUSED,
-    ),
+    "Phi3ForCausalLM": Family(read.phi3, fused=FUSED),
     "Qwen2MoeForCausalLM": Family(read.qwen2_moe),
     "Qwen3MoeForCausalLM": Family(read.qwen3_moe),
     "Qwen3NextForCausalLM": Family(hybrid.qwen3_next, unused=_BESIDE_QWEN, fused=_QKV, by_expert=_EXPERTS),

@@ -57,13 +57,7 @@ class PlanBuilder:
     def __bool__(self) -> bool:
         return bool(self._decode or self._chunks)
 
-    def decode(
-        self,
-        requests: list[Request],
-        slots: NDArray64,
-        common: int,
-        grant: Grant,
-    ) -> None:
+    def decode(self, requests: list[Request], slots: NDArray64, common: int, grant: Grant) -> None:
         """A row for each of `slots`, whose first `common` tokens are in the same pages, with the drafts of
         `grant`."""
         self._decode, self.decode_slots, self._common, self.grant = requests, slots, common, grant

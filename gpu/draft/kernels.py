@@ -66,13 +66,7 @@ class DraftKernels(Protocol):
         ...
 
     def draw(
-        self,
-        logits: Tensor,
-        token_ids: Tensor | None,
-        rows: DraftRows,
-        made: int,
-        *,
-        pdl: bool = False,
+        self, logits: Tensor, token_ids: Tensor | None, rows: DraftRows, made: int, *, pdl: bool = False
     ) -> None:
         """Draw each row's drafts behind `made` others from `logits` float32 [rows * draws, draft vocabulary],
         whose ids are the target's `token_ids`. Write them and their survival to the tables and, unless they

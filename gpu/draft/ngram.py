@@ -69,13 +69,7 @@ class LookUp(Protocol):
 
 
 def look_up(
-    history: History,
-    tables: SlotTables,
-    samples: Samples,
-    chosen: Tensor,
-    rows: int,
-    *,
-    pdl: bool = False,
+    history: History, tables: SlotTables, samples: Samples, chosen: Tensor, rows: int, *, pdl: bool = False
 ) -> None:
     """See `LookUp`: for a CPU, in numpy over the memory of the tensors."""
     words, drafts, width = history.words.numpy(), tables.drafts.numpy(), history.width

@@ -379,13 +379,7 @@ class TritonOps:
             return found
         kernels, product = self._kernels, partial(self._linear, x, matrix, gated=False)
         return lora_gated(
-            x,
-            matrix.lora,
-            self._adapters,
-            kernels.branch,
-            product,
-            num_rows=self.num_rows,
-            pdl=kernels.pdl,
+            x, matrix.lora, self._adapters, kernels.branch, product, num_rows=self.num_rows, pdl=kernels.pdl
         )
 
     def gate(self, both: Tensor, activation: str) -> Tensor:

@@ -76,11 +76,7 @@ class RowTokens:
     [rows] where these are trees: bit j - 1 is 1 if draft j was accepted."""
 
     def __init__(
-        self,
-        tokens: Ints,
-        counts: Ints | None = None,
-        drafted: Ints | None = None,
-        paths: Ints | None = None,
+        self, tokens: Ints, counts: Ints | None = None, drafted: Ints | None = None, paths: Ints | None = None
     ) -> None:
         self.tokens, self.counts, self.drafted, self.paths = tokens, counts, drafted, paths
         self._firsts = None if counts is None else np.cumsum(counts) - counts

@@ -31,11 +31,7 @@ class Column:
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        begin: Callable[[NewSlot], float],
-        neutral: float = 0,
-        device: bool = False,
+        self, dtype: torch.dtype, begin: Callable[[NewSlot], float], neutral: float = 0, device: bool = False
     ) -> None:
         self.dtype, self.begin, self.neutral, self.device = dtype, begin, neutral, device
         self.width = dtype.itemsize // 4
@@ -94,12 +90,7 @@ class SlotTables:
     stop_from = Column(_INT, lambda new: min(len(new.prompt) + new.params.min_tokens, NO_LIMIT))
 
     def __init__(
-        self,
-        max_rows: int,
-        max_pages: int,
-        device: torch.device,
-        most_drafts: int = 0,
-        trees: bool = False,
+        self, max_rows: int, max_pages: int, device: torch.device, most_drafts: int = 0, trees: bool = False
     ) -> None:
         self.slots = max_rows + 1
         padded = -(-self.slots // _ALIGNED) * _ALIGNED

@@ -50,13 +50,7 @@ class StepBuffers:
     Owner: launch thread; the kernels of a step write them, and the next step's write over them.
     """
 
-    def __init__(
-        self,
-        tables: SlotTables,
-        limits: Limits,
-        hidden: HiddenShape,
-        places: int = 0,
-    ) -> None:
+    def __init__(self, tables: SlotTables, limits: Limits, hidden: HiddenShape, places: int = 0) -> None:
         """`places` for adapters that rows may have."""
         device = tables.page_table.device
 

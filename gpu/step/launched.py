@@ -104,13 +104,7 @@ class LaunchedStep:
     __slots__ = ("_answer", "_marks", "_matchers", "_rings", "_settled", "_ticket", "step")
 
     def __init__(
-        self,
-        step: int,
-        rings: Rings,
-        ticket: Ticket,
-        marks: Marks,
-        answer: Answer,
-        matchers: Matchers,
+        self, step: int, rings: Rings, ticket: Ticket, marks: Marks, answer: Answer, matchers: Matchers
     ) -> None:
         self.step = step
         self._rings = rings

@@ -46,11 +46,7 @@ _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "fc.bias")
 
 
 def load_draft(
-    spec: DraftSpec,
-    source: Path | None,
-    target: CausalModel,
-    dtype: torch.dtype,
-    device: torch.device,
+    spec: DraftSpec, source: Path | None, target: CausalModel, dtype: torch.dtype, device: torch.device
 ) -> DraftModel:
     """The draft model of `spec` for `target`, filled from the directory `source` and sealed; of an MTP layer
     it is the target's checkpoint; None: random weights. Raises `ModelError`; nothing is half filled."""

@@ -61,12 +61,7 @@ def fill_from_safetensors(
     run_tasks(tasks, sum(map(len, files.values())), device, progress)
 
 
-def run_tasks(
-    tasks: list[Task],
-    total: int,
-    device: torch.device,
-    progress: Progress,
-) -> None:
+def run_tasks(tasks: list[Task], total: int, device: torch.device, progress: Progress) -> None:
     """Run tasks, each given a function to call per tensor done, on the reading threads.
 
     The first error cancels what has not begun and is raised.

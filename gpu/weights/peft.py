@@ -212,11 +212,7 @@ class _Reader:
     """Of one adapter."""
 
     def __init__(
-        self,
-        config: _Config,
-        shapes: Sequence[LoraShape],
-        targets: Sequence[str],
-        into: Sequence[LoraMatrix],
+        self, config: _Config, shapes: Sequence[LoraShape], targets: Sequence[str], into: Sequence[LoraMatrix]
     ) -> None:
         self._config, self._shapes, self._targets, self._into = config, shapes, targets, into
         self._places = {

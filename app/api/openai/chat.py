@@ -145,11 +145,7 @@ async def _render(
     if "enable_thinking" in arguments:  # in templates of Granite and DeepSeek V3.1 it is `thinking`
         arguments.setdefault("thinking", arguments["enable_thinking"])
     return await template.render_async(
-        messages,
-        tools=tools.shown,
-        add_generation_prompt=add,
-        continue_final_message=continued,
-        **arguments,
+        messages, tools=tools.shown, add_generation_prompt=add, continue_final_message=continued, **arguments
     )
 
 

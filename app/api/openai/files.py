@@ -16,17 +16,7 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.multipart import MultipartReader
 
-from app.api.request.routing import (
-    AFTER,
-    DELETED,
-    LISTED,
-    ORDER,
-    Routes,
-    Schema,
-    limited,
-    newest_first,
-    page,
-)
+from app.api.request.routing import AFTER, DELETED, LISTED, ORDER, Routes, Schema, limited, newest_first, page
 from app.batch import Batches
 from app.batch.records import FileRecord
 from app.batch.store import Disk, Page, Store
@@ -65,12 +55,7 @@ UPLOAD: Schema = {
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
     },
 }
-QUERY: Schema = {
-    "purpose": {"type": "string"},
-    "after": AFTER,
-    "order": ORDER,
-    "limit": limited(10_000),
-}
+QUERY: Schema = {"purpose": {"type": "string"}, "after": AFTER, "order": ORDER, "limit": limited(10_000)}
 
 
 @ROUTES.add("POST /v1/files", form=UPLOAD, has=FILE)

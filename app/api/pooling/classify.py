@@ -8,13 +8,7 @@ import numpy as np
 from aiohttp import web
 
 from app.api.pooling.common import PoolBody, activated, encode_all, run_pooled, unit
-from app.api.pooling.embeddings import (
-    VECTORS,
-    EmbeddingBody,
-    check_dimensions,
-    data_list,
-    encoded_inputs,
-)
+from app.api.pooling.embeddings import VECTORS, EmbeddingBody, check_dimensions, data_list, encoded_inputs
 from app.api.request.routing import Routes
 from app.api.request.sampling import available
 from app.api.request.schema import Int, Text
