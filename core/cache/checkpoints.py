@@ -48,15 +48,15 @@ class Checkpoints:
         self.total = total
         self._free = list(range(total, 0, -1))
         self._made: dict[RadixNode, int] = {}
-        """The step that each node's was made for."""
+        """The step that each node's checkpoint was made for."""
         self._order: OrderedDict[RadixNode, None] = OrderedDict()
-        """Nodes with one, the least recently used first."""
+        """Nodes with a checkpoint, the least recently used first."""
         self._spare: OrderedDict[RadixNode, None] = OrderedDict()
-        """The same of those that give way before all others."""
+        """Nodes whose checkpoints are taken before all others."""
         self._step = 0
 
     def next_step(self) -> None:
-        """From here on another step is planned."""
+        """Planning of another step begins."""
         self._step += 1
 
     def usable(self, node: RadixNode) -> RadixNode:
@@ -73,7 +73,7 @@ class Checkpoints:
         return node if node.checkpoint and self._made[node] == self._step else None
 
     def touch(self, node: RadixNode) -> None:
-        """Somebody uses the node's, if it has one."""
+        """Mark the node's checkpoint, if it has one, as just used."""
         if node.checkpoint:
             self._spare.pop(node, None)
             self._order[node] = None
@@ -93,8 +93,8 @@ class Checkpoints:
         return number
 
     def _supersede(self, node: RadixNode) -> None:
-        """Those before `node` give way first, up to where another text branches off: whoever has as much in
-        common with this one goes on from `node`."""
+        """Checkpoints above `node` are taken first, up to where another text branches off: a prompt that
+        shares as much continues from `node`."""
         above = node.parent
         while above is not None and len(above.children) == 1:
             if above.checkpoint:

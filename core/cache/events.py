@@ -21,7 +21,7 @@ class Stored(msgspec.Struct, frozen=True):
     parent: int | None
     """Hash of the page before the first; None: the prefix begins here."""
     hashes: list[int]
-    """Of the prefix up to the end of each page, 1 to 2**64 - 1."""
+    """For each page the hash of the prefix up to its end, 1 to 2**64 - 1."""
     tokens: NDArray64
     """[pages * page size]"""
 
@@ -61,7 +61,7 @@ class CacheEvents:
         """Called with the first event after `take`."""
 
     def take(self) -> list[CacheEvent]:
-        """What happened since the last call."""
+        """Events since the last call."""
         events, self._pending = self._pending, []
         return events
 

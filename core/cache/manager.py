@@ -32,7 +32,7 @@ class Match(NamedTuple):
     queried: int = 0
     """Tokens that were looked up, for the hit rate."""
     checkpoint: int = 0
-    """Of a model with linear attention: where its states are, 0 for those before the first token."""
+    """The checkpoint with the states of linear attention; 0: those before the first token."""
     known: int = 0
     """Tokens of the same whose pages are cached. They are of use up to a node with a checkpoint."""
     fresh: int = 0
@@ -247,8 +247,8 @@ class CacheManager:
         return self._checkpoints.add(node, hold.marks[num_tokens])
 
     def save_ahead(self, hold: Hold, num_tokens: int, new: bool = True) -> int:
-        """The same of tokens that will be committed with the hold's release. Asked for again it is the same;
-        unless `new`, there is none but then."""
+        """`save` for tokens that will be committed when the hold is released. The same tokens get the same
+        checkpoint again; others get one only if `new`."""
         if self._checkpoints is None:
             return 0
         known = dict(hold.pending).get(num_tokens, 0)

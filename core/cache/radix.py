@@ -69,7 +69,7 @@ class RadixTree:
         self._eviction_key = eviction_key
         self._events = events
         self.checkpoints: Checkpoints | None = None
-        """Of nodes, where the model has linear attention."""
+        """Checkpoints of nodes, if the model has linear attention."""
         self._now = 0
         # Every unlocked leaf without pins has one entry. Entries of nodes that were locked, pinned,
         # dropped or grew children since stay until they come up; `RadixNode.queued` keeps a node from

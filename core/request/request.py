@@ -115,7 +115,7 @@ class Request(msgspec.Struct, eq=False):
     state: State = State.WAITING
     output: list[int] = []
     prompt_logprobs: list[PromptLogprobs] = []
-    """As results bring them, ascending `start`; complete with the first token."""
+    """In the order of results, by ascending `start`; complete when the first token comes."""
     hidden: list[Floats] = []
     """Requested hidden states as results bring them, float32 [n, width] each."""
     experts: list[Ints] = []

@@ -47,8 +47,8 @@ class Acceptance:
         """Share of rows that have a draft at each position."""
 
     def expected(self, able: int) -> tuple[list[float], list[float]]:
-        """Of `able` rows with 0, 1 ... `most` drafts at most each: the drafts that they have, and how many of
-        these are accepted."""
+        """How many drafts `able` rows have, and how many of these are accepted, if each row may have at most
+        0, 1 ... `most` drafts."""
         drafts, tokens = [0.0], [0.0]
         for share, survives in zip(self._ready, self.survival(), strict=True):
             drafts.append(drafts[-1] + able * share)
@@ -69,7 +69,7 @@ class Acceptance:
         return found
 
     def fade(self, steps: int) -> None:
-        """So many steps have passed."""
+        """Decay the averages by this number of steps."""
         left = FADING**steps
         for j, least in enumerate(self._least):
             if self._tried[j] > least:
@@ -77,7 +77,7 @@ class Acceptance:
                 self._accepted[j] *= left
 
     def count(self, steps: list[Verified]) -> None:
-        """What these verified, one step at least."""
+        """Add the results of `steps`, at least one."""
         taken = np.concatenate([step.taken for step in steps])
         drafted = np.concatenate([step.drafted for step in steps])
         own = [step.paths for step in steps if step.paths is not None]
@@ -99,8 +99,8 @@ class Acceptance:
 
 
 def _by_position(taken: Ints, drafted: Ints, most: int) -> tuple[list[int], list[int], list[int]]:
-    """Of the first, second ... of `most` drafts: rows that had it, that had it accepted, and whose first
-    rejected draft it was. One count of pairs, then sums of few numbers: a third of what arrays take."""
+    """By position, up to `most`: the number of rows that had this draft, that had it accepted, and whose
+    first rejected draft it was. One count of pairs, then few sums: a third of the time of arrays."""
     had, accepted, rejected = [0] * (most + 1), [0] * (most + 1), [0] * (most + 1)
     width = most + 1
     cells = np.bincount(drafted * width + np.maximum(taken, 0), minlength=width * width).tolist()

@@ -97,7 +97,7 @@ class Places:
             self._use(place)
 
     def leave(self, adapter: str, step: int) -> None:
-        """It lost the slot; steps before `step` may still compute its row."""
+        """A request gave its slot back; steps before `step` may still compute its row."""
         if adapter:
             place = self._at[adapter]
             place.rows -= 1

@@ -51,12 +51,12 @@ class Admission:
             self.places.assign(self._waiting.adapters, now)
 
     def prefix(self, request: Request) -> Prefix:
-        """What is cached of its prompt."""
+        """The cached prefix of a request's prompt."""
         tokens = request.tokens()
         return self._cache.peek(request.root, tokens, _match_limit(request, len(tokens)))
 
     def match(self, request: Request) -> Match:
-        """The same, so that it can be reserved."""
+        """The cached prefix as `try_reserve` takes it."""
         tokens = request.tokens()
         return self._cache.match(request.root, tokens, _match_limit(request, len(tokens)))
 

@@ -31,12 +31,12 @@ class PlanBuilder:
         """Tokens the step can still take."""
         self._decode: list[Request] = []
         self.decode_slots: NDArray64 = NO_SLOTS
-        """Of the rows that decode in this step."""
+        """Slots of the rows that decode in this step."""
         self.decode_tokens = 0
-        """Their last tokens and drafts."""
+        """Tokens of these rows: each row's last token, and all drafts."""
         self.prompt_tokens = 0
         self.pairs = 0.0
-        """Keys of all their queries."""
+        """Pairs of a query and a key in the attention of prompt tokens."""
         self.prompts = 0
         """Prompts that are not complete, here and in the queue."""
         self.grant = grant

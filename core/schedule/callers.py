@@ -39,7 +39,7 @@ class Callers:
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._here: dict[str, int] = {}
-        """Requests that wait or run."""
+        """Number of requests that wait or run, by caller."""
         self._shared_until = 0.0
 
     @property
@@ -52,7 +52,7 @@ class Callers:
         return len(self._here) > 1 or now < self._shared_until
 
     def served(self, caller: str) -> float:
-        """Weighted tokens. The lower goes first; alone it says nothing."""
+        """Weighted tokens that the caller was served, for comparison: the lowest goes first."""
         return self._served[caller]
 
     def standing(self, caller: str) -> float:
@@ -79,13 +79,13 @@ class Callers:
             del self._here[caller]
 
     def prompt(self, request: Request, tokens: int) -> None:
-        """So many tokens of its prompt are computed: those from the cache cost nothing, and that a preempted
-        request computes them again is not its caller's doing."""
+        """Count computed prompt tokens for the caller. Cached ones are free, and so are those that a request
+        computes again after preemption, which is not its caller's doing."""
         if not request.retractions:
             self._served[request.caller] += tokens
 
     def output(self, requests: Iterable[Request]) -> None:
-        """One token for each of these. Where there is one caller nobody asks."""
+        """Count an output token for each of these requests. With one caller no counter is compared."""
         if self.several:
             for caller, tokens in Counter(map(_caller, requests)).items():
                 self._served[caller] += OUTPUT_WEIGHT * tokens

@@ -101,7 +101,7 @@ class ChunkBudget:
         self._padded = capabilities.step_sizes if capabilities.causal else ()
         self._target = 1e-3 * config.itl_target
         self._sizes: NDArray64 | None = None
-        """Of steps whose costs are known, with a target."""
+        """Sizes of steps whose costs are known, ascending; None without a target."""
         self._weight = config.prefill_weight
         self._flights: deque[_Spent] = deque()
         self._account, self._short_account = 0.0, HELD
@@ -264,7 +264,7 @@ class ChunkBudget:
             self._excess += (beyond - self._excess) * LEARNING
 
     def _learn_unmeasured(self, spent: _Spent, seconds: float) -> None:
-        """The same without measured costs. For a step with chunks the accounts are corrected: a prediction
+        """`learn` without measured costs. For a step with chunks the accounts are corrected: a prediction
         from steps of a few tokens may be far off. For a step without chunks they are not: a full account has
         dropped its payment, and a correction would leave a debt that no prompt caused."""
         if spent.seconds:  # else nothing was known to predict them from

@@ -217,7 +217,7 @@ class Prefills:
             yield under_way.popleft()
 
     def _turn(self, request: Request) -> tuple[int, float]:
-        """Of two prompts where callers share the device, the one with the smaller goes first."""
+        """Sort key of prompts where callers share the device: the smallest goes first."""
         priority = request.priority if self._policy is by_priority else 0
         return -priority, self._waiting.callers.served(request.caller)
 

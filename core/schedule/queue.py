@@ -55,7 +55,7 @@ class Waiting:
 
     @property
     def retracted_tokens(self) -> int:
-        """Of `retracted`, the same."""
+        """Tokens to compute of the `retracted` requests if nothing is cached."""
         return sum(request.num_tokens for request in self._returned)
 
     def check_room(self, requests: Sequence[Request]) -> None:

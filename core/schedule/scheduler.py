@@ -356,7 +356,7 @@ class Scheduler:
 
     @property
     def places(self) -> Places:
-        """Of adapters on the device."""
+        """The places of adapters on the device."""
         return self._prefills.admission.places
 
     def requests(self) -> list[Request]:

@@ -36,8 +36,8 @@ choice serves many steps until the next review."""
 
 
 class Grant(NamedTuple):
-    """What the decode rows of a step may verify: `drafts` in all, `able` rows up to `longest` each. Behind a
-    step that `proposes` the drafter writes the next ones."""
+    """Drafts that the decode rows of a step may verify: `drafts` in total, at most `longest` for each of the
+    `able` rows. If it `proposes`, the drafter writes the next drafts after the step."""
 
     drafts: int = 0
     longest: int = 0
@@ -46,7 +46,7 @@ class Grant(NamedTuple):
 
     @property
     def query_length(self) -> int:
-        """Tokens of a row's query at most."""
+        """Maximum tokens of a row's query."""
         return 1 + self.longest if self.drafts else 1
 
 
@@ -67,7 +67,7 @@ NOT_MEASURED: Final = Costs([], [], ())
 
 
 def costs_of(capabilities: Capabilities) -> Costs:
-    """Of all steps that an executor can run."""
+    """Costs of all sizes of steps that an executor can run."""
     if (measured := capabilities.costs) is None:
         return NOT_MEASURED
     verify: list[float] = measured.verify.upto(capabilities.max_step_tokens).tolist()
@@ -117,12 +117,12 @@ class DraftBudget:
         self._steps = 0
         """Since the last review."""
         self._choices: dict[tuple[int, ...], tuple[int, float]] = {}
-        """What `_best` has found since, by its arguments."""
+        """Results of `_best` since the last review, by its arguments."""
         self._trials: dict[tuple[int, int, int], tuple[Grant, float]] = {}
-        """What `_trial_of` has found since, by its arguments."""
+        """Results of `_trial_of` since the last review, by its arguments."""
 
     def grant(self, rows: int, able: int, room: int) -> Grant:
-        """What a step of `rows` rows may verify, `able` of which may have drafts, `room` in all."""
+        """Drafts of a step of `rows` rows: `able` of them may have some, at most `room` in total."""
         most = min(self.most * able, room)
         if most <= 0:
             return self.without_rows() if able else NO_DRAFTS
@@ -162,7 +162,7 @@ class DraftBudget:
         return self._on
 
     def without_rows(self) -> Grant:
-        """What a step has in which no row can verify a draft: where drafting is on, the next one may."""
+        """The grant of a step in which no row can verify drafts. It may propose some for the next step."""
         return Grant(longest=self.most, proposes=self.most > 0 and self._on)
 
     def _choose(

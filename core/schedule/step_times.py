@@ -37,14 +37,14 @@ class StepTimes:
     def __init__(self) -> None:
         self._plain = 0.0
         self.more = 0.0
-        """Seconds that drafts take beyond theirs; less than none where the device would only wait."""
+        """Average seconds of a drafting step beyond its costs and `plain`; may be negative."""
         self._weights = [1.0, 1.0]
         """Of the next plain step and of the next one with drafts, among those of about `_rows` rows."""
         self._rows = 0
         self._before: bool | None = None
         """Whether the last step had drafts; None: it had prompts, or is unknown."""
         self._first: float | None = None
-        """What the first of the last steps with drafts took beyond its costs."""
+        """Seconds beyond its costs that the first of the current run of drafting steps took."""
         self._due = LOOK
         self._drafted = 0
         self._felt = False
