@@ -25,13 +25,13 @@ class AdapterStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters of a replica by where they are."""
 
     places: int
-    """On the device."""
+    """Places on the device."""
     taken: int
-    """Of these, with an adapter."""
+    """Places with an adapter."""
     host: int
-    """In host memory."""
+    """Adapters in host memory."""
     loaded: int
-    """Of which requests may be sent."""
+    """Adapters that requests may name."""
 
 
 class Adapters(Shielded):
@@ -167,7 +167,7 @@ class Adapters(Shielded):
         use.jobs += 1
 
     def release(self, id: str) -> None:
-        """It has ended."""
+        """A job with the adapter has ended."""
         if id:
             use = self._uses[id]
             use.jobs -= 1

@@ -40,7 +40,7 @@ class _Row:
         self.request = request
         self.since = since
         self.logprobs: list[RowLogprobs] = []
-        """Of each token, where the request asked for them."""
+        """Log-probabilities of each token, if the request asked for them."""
         self.finish: Finish | None = None
         self.last: int | None = None
         """The token that caused the finish; -1 (not in the output): its logits were not finite."""

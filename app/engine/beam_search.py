@@ -62,7 +62,7 @@ class BeamRun(LiveRun):
         )
         self._queued: list[Request] = []
         self._rows: list[RowLogprobs | None] = []
-        """Of this round, by beam."""
+        """Log-probabilities of this round, by beam."""
         self._waiting = 0
         """Beams whose token has not come."""
         self._round_over = asyncio.Event()
@@ -172,7 +172,7 @@ class BeamRun(LiveRun):
         self._queued = requests  # not before: those that were refused cannot be aborted
 
     def _take(self, index: int, piece: Piece) -> None:
-        """Of a beam's one token. Which one was sampled does not matter, only the log-probabilities do."""
+        """Take a beam's one token. Which one was sampled does not matter, only the log-probabilities do."""
         if piece.logprobs:
             self._rows[index] = piece.logprobs[0]
         if piece.finish is not None:

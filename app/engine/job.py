@@ -32,7 +32,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     """Prefixes of a prompt that are to stay in the cache for a while, if there is room."""
 
     owner: str = ""
-    """Whose share of the pool they count against."""
+    """The tenant whose share of the pool they count against."""
     marks: tuple[tuple[int | None, float], ...] = ()
     """(characters of a prompt that is text, or None: all of it; seconds)."""
 
@@ -149,7 +149,7 @@ class Run(Protocol):
 
     prompt: Ints
     params: SamplingParams
-    """Of every choice, with what the engine has filled in."""
+    """Parameters of every choice, with what the engine has filled in."""
     choices: int
 
     @property
@@ -174,7 +174,7 @@ class Run(Protocol):
         ...
 
     def drafts(self, index: int) -> DraftCounts | None:
-        """Of one choice so far; None where the engine does not speculate."""
+        """Counts of one choice's drafts so far; None where the engine does not speculate."""
         ...
 
     def request(self, index: int) -> Request:
@@ -224,7 +224,7 @@ class Run(Protocol):
         ...
 
     def end(self, index: int) -> None:
-        """The same for one choice."""
+        """`abort` for one choice."""
         ...
 
 

@@ -81,7 +81,7 @@ class Waiting(msgspec.Struct, frozen=True):
     ts: float
     events: list[CacheEvent]
     adapters: list[str | None]
-    """Of each event, the name."""
+    """The adapter's name of each event."""
 
 
 class Publisher:
@@ -125,7 +125,7 @@ class Publisher:
 
     @property
     def number(self) -> int:
-        """Of the next batch."""
+        """Number of the next batch."""
         return self._number
 
     def start(self, loop: AbstractEventLoop, events: CacheEvents, name: Callable[[str], str | None]) -> None:

@@ -285,7 +285,7 @@ class Engine:
 
     @property
     def places(self) -> Places:
-        """Of adapters on the device."""
+        """The places of adapters on the device."""
         return self._scheduler.places
 
     @property

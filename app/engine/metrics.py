@@ -56,7 +56,7 @@ class Rate(msgspec.Struct):
     tokens: int = 0
     busy: float = 0.0
     last: tuple[float, float] = (0.0, 0.0)
-    """Of the window that has ended."""
+    """Tokens per second and busy share of the last window that has ended."""
 
     def add(self, now: float, tokens: int, seconds: float) -> None:
         """One step."""

@@ -49,7 +49,7 @@ class Stream:
         self.min_tokens = 0
         """Tokens whose text is not searched for stops."""
         self._tokens: list[int] | None = None
-        """Those without text yet."""
+        """Tokens without text yet."""
         self._logprobs: list[RowLogprobs] | None = None
         self.count = 0
         """Tokens that reached the client's answer."""

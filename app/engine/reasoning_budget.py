@@ -102,7 +102,7 @@ class Watcher:
 
 
 def _sure(token: int) -> RowLogprobs:
-    """Of a token that was inserted, not sampled: its probability is 1."""
+    """Log-probabilities of a token that was inserted, not sampled: its probability is 1."""
     alone = Support(np.array([token], np.int32), 0.0)
     return RowLogprobs(0.0, NO_TOKENS, np.zeros(0, np.float32), 0.0, alone)
 

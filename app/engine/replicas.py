@@ -116,7 +116,7 @@ class Replicas:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of the replica with the shortest context, which depends on free memory."""
+        """Those of the replica with the shortest context, which depends on free memory."""
         return min((engine.capabilities for engine in self.engines), key=lambda each: each.context_length)
 
     @property
@@ -140,7 +140,7 @@ class Replicas:
         return True
 
     def statistics(self) -> list[EngineStatistics]:
-        """Of each replica."""
+        """Statistics of each replica."""
         return [engine.statistics() for engine in self.engines]
 
 

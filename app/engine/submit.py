@@ -178,7 +178,7 @@ class Submitter:
         return self._replicas.flush()
 
     def statistics(self) -> list[EngineStatistics]:
-        """Of each replica."""
+        """Statistics of each replica."""
         return self._replicas.statistics()
 
     # -- one job -----------------------------------------------------------------------------------

@@ -149,8 +149,8 @@ def check_target(settings: SpeculativeConfig, target: ModelSpec) -> None:
 
 
 def _most_drafts(spec: DraftSpec, asked: int, path: Path) -> int:
-    """Of a row in one step: as many as `asked` for; for 0, as the checkpoint says. Raises `ConfigError` for
-    more than a block has."""
+    """Maximum drafts of a row in a step: `asked`, or if that is 0, what the checkpoint says. Raises
+    `ConfigError` for more than a block has."""
     if not spec.block_size:
         return asked or spec.tokens or DRAFTS[spec.algorithm]
     block = spec.block_size - 1

@@ -26,7 +26,7 @@ NOWHERE = Match(0, NO_TOKENS)
 
 
 def hashes(namespaces: NDArray64, windows: Ints) -> NDArray[np.uint32]:
-    """Of tokens int32 [n, size], the newest first, in namespaces int64 [n]."""
+    """Hashes of tokens int32 [n, size], the newest first, in namespaces int64 [n]."""
     halves = namespaces.view(np.uint32).reshape(-1, 2)
     found = halves[:, 0].copy()
     for token in windows.T.astype(np.uint32):

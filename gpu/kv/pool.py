@@ -39,7 +39,7 @@ class KvPool:
         self._values = heads[2] if len(heads) > 2 else 0
         self.data = zeros((layers, num_pages, page_size, *_token(heads)), dtype, device)
         self.states: StatePool | None = None
-        """Of linear attention, where layers have it: they come and go with the pages."""
+        """States of linear attention, if layers have it: they come and go with the pages."""
 
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per layer K and V, strided views [num_pages * page_size, kv_heads, head_dim]; of latents V is a

@@ -48,7 +48,7 @@ class PackedRows(NamedTuple):
     moved: Tensor | None = None
 
     def of_chunk(self, tokens: Tensor, chunk: ChunkRow) -> Tensor:
-        """Of `tokens` [n, ...] the chunk's."""
+        """The chunk's part of `tokens` [n, ...]."""
         first, end = chunk.first, chunk.first + chunk.tokens
         if not self.plan.drafts:
             rows = len(self.plan.decode_slots)
@@ -56,7 +56,7 @@ class PackedRows(NamedTuple):
         return tokens.index_select(0, torch.arange(first, end, device=tokens.device) + self.num_decode)
 
     def of_row(self, tokens: Tensor, row: int) -> Tensor:
-        """Of `tokens` [n, ...] those of a decode row: its last one and as many drafts as the plan allows,
+        """A decode row's part of `tokens` [n, ...]: its last one and as many drafts as the plan allows,
         whatever stands behind those that it has."""
         if not self.plan.drafts:
             return tokens[row : row + 1]

@@ -124,7 +124,7 @@ class StepBuffers:
         return view._replace(adapters=StepAdapters(rows, rows))
 
     def begun(self) -> tuple[Tensor, Tensor]:
-        """Of every token of a step: ids and positions int32 [2, tokens], and `StepView.kv_slot_mapping`."""
+        """Ids and positions int32 [2, tokens] of a step's tokens, and their `StepView.kv_slot_mapping`."""
         return self._tokens[:2], self._tokens[2]
 
     @property

@@ -79,7 +79,7 @@ def mark(device: torch.device) -> Mark:
 
 
 class Answer(NamedTuple):
-    """Of a launched step what is read when it has ended, beside its tokens."""
+    """What is read of a launched step when it has ended, beside its tokens."""
 
     sampled: Sampled = Sampled()
     masks: Masks | None = None

@@ -44,7 +44,7 @@ class Entries:
         self.limits, self.at = limits, layout(limits)
         self.words = _shared(count, self.at.words, device)
         self.read: list[int] = []
-        """Of each rank, how many answers have been read."""
+        """How many answers have been read, by rank."""
         self._words: Ints = self.words.numpy()
         self._writer = EntryWriter(limits)
         self._lock = threading.Lock()

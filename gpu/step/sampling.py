@@ -97,7 +97,7 @@ class SamplingDevice(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Of a launched sampling what its answer ring does not hold."""
+    """What a launched sampling returns beside its answer ring."""
 
     processed: Processed = NONE_PROCESSED
     logprobs: Sequence[LogprobBlock] = ()

@@ -13,7 +13,7 @@ from gpu.step.rings import Entries
 from gpu.step.shapes import most_samples
 
 ENTRIES = 4
-"""Of each ring: the deepest overlap is 2, and a step more is written while one is read."""
+"""Entries of each ring: the deepest overlap is 2, and a step more is written while one is read."""
 
 PAGE_WRITES = 8192
 """In one entry, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as many."""

@@ -90,7 +90,7 @@ class PaddedSizes:
         return replace(key, adapters=True) if plan.adapters else key
 
     def _plain(self, plan: StepPlan) -> Forward:
-        """Of a step without adapters."""
+        """The sizes of a step without adapters."""
         shared = shared_keys(plan) > 0
         if plan.chunks:
             size = fit(self._mixed, plan.num_tokens)
@@ -116,7 +116,7 @@ class PaddedSizes:
             yield from sampling_keys(samples, self._adapters is not None and HEAD in self._adapters.targets)
 
     def _all_plain(self) -> Iterator[Forward]:
-        """Those of steps without adapters."""
+        """All sizes of steps without adapters."""
         for mixed, sizes in ((True, self._mixed), (False, self._samples)):
             for size, deep in product(reversed(sizes), (False, True)):
                 if deep and size > (DEEP_TOKENS if mixed else DEEP_ROWS):
