@@ -78,7 +78,7 @@ class CacheEvents:
             state = _digest(state.to_bytes(HASH_BYTES, "big") + node.key[at : at + width])
             hashes.append(state)
         self._hashes[node.pages] = hashes
-        self._add(Stored(root, parent, hashes, np.frombuffer(node.key, np.int64)))
+        self._add(Stored(root, parent, hashes, np.frombuffer(node.key, np.int32)))
 
     def removed(self, pages: Ints) -> None:
         """The pages of a node were dropped from the tree."""

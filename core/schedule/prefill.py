@@ -30,9 +30,9 @@ OVERTAKING = 16
 MATCHED = 32_768
 """Tokens of them that are looked up in the tree, in 0.1 ms."""
 STARTED = 2**18
-"""Tokens of prompts, cached ones too, from which on no other starts in a step. One of 100,000 tokens that are
-cached takes 1.5 to 5 ms to plan: without this limit 128 choices of it kept the event loop for 283 ms, now
-for up to 17."""
+"""Tokens of prompts, cached ones too, from which on no other starts in a step. One of 100,000 tokens, all of
+them cached, takes 0.6 ms to plan: without this limit 128 choices of it keep the event loop for 75 ms, with it
+for 2 to 5."""
 
 
 Prompt = tuple[Request, Ints]

@@ -45,7 +45,7 @@ def found(tree: RadixTree, tokens: Sequence[int], root: RootKey = A) -> list[int
 
 class TestKey:
     def test_it_is_the_tokens(self) -> None:
-        assert np.frombuffer(key(5, 0, 7), np.int64).tolist() == [5, 0, 7]
+        assert np.frombuffer(key(5, 0, 7), np.int32).tolist() == [5, 0, 7]
 
     def test_common_tokens_stop_at_the_first_difference(self) -> None:
         assert common_tokens(key(1, 2, 3, 4), 0, key(1, 2, 9, 4)) == 2

@@ -96,7 +96,7 @@ def cached(cache: CacheManager) -> Counter[tuple[int, ...]]:
     """The prefixes that end the pages of a cache, adapters aside."""
     found: Counter[tuple[int, ...]] = Counter()
     for node in cache._tree.walk():
-        tokens = np.frombuffer(b"".join(each.key for each in node.path()[::-1]), np.int64).tolist()
+        tokens = np.frombuffer(b"".join(each.key for each in node.path()[::-1]), np.int32).tolist()
         for page in range(len(node.pages)):
             found[tuple(tokens[: len(tokens) - page * cache.page_size])] += 1
     return found
