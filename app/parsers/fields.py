@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.parsers.registry import Fields, Quotes
-from app.parsers.typed import Types, types_of
+from app.parsers.typed import Types, listed_values, types_of
 
 Element = dict[str, Any]
 """A format of a structural tag."""
@@ -153,7 +153,7 @@ class _Writer(msgspec.Struct, frozen=True):
 
         if types is not None and "string" not in types:
             return other(self._inner(schema))
-        if types and (values := _listed_values(schema)):
+        if types and (values := listed_values(schema)):
             written = (
                 f"{begin}{each}{end}" if isinstance(each, str) else f"{plain}{_json(each)}{plain_end}"
                 for each in values
@@ -179,7 +179,7 @@ class _Writer(msgspec.Struct, frozen=True):
     def _text(self, schema: Any, types: Types, end: str) -> tuple[Element, str]:
         """A value that may be text without quotes, up to `end`."""
         fields = self.fields
-        if types and (values := _listed_values(schema)):
+        if types and (values := listed_values(schema)):
             texts = (each if isinstance(each, str) else _json(each) for each in values)
             return joined("or", [const_element(text) for text in texts]), fields.gap
         if self.strict and (found := _constraining(schema)):
@@ -193,12 +193,6 @@ class _Writer(msgspec.Struct, frozen=True):
         """A property's schema with the definitions that it may refer to."""
         copied = self.shared and isinstance(schema, Mapping) and _refers(schema)
         return {**schema, **self.shared} if copied else schema
-
-
-def _listed_values(schema: Mapping[str, Any]) -> list[Any]:
-    """All that a value may be, where its schema lists them."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values if isinstance(values, list) else []
 
 
 def _json(value: Any) -> str:

@@ -58,7 +58,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int, looks: Iterator[
         return _types(_pointed(schema["$ref"], root), root, depth - 1, looks)
     if (kind := schema.get("type")) is not None:
         return _named(kind if isinstance(kind, list) else [kind])
-    if (listed := _listed(schema)) is not None:
+    if (listed := listed_values(schema)) is not None:
         return frozenset(_OF_VALUES.get(kind, "number") for kind in set(map(type, listed)))
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
@@ -67,7 +67,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int, looks: Iterator[
     return None
 
 
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """The values that a schema lists. Clients that write unset fields send an `enum` of null with `const`."""
     if isinstance(values := schema.get("enum"), list):
         return values

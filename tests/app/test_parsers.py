@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from app.parsers import fields
 from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, assemble
 from app.parsers.calls import CallParser
 from app.parsers.json_scan import MAX_DEPTH, JsonScanner
@@ -679,6 +680,17 @@ def test_a_bare_value_is_what_its_schema_says(schema: Any, written: str, value: 
         for pieces in cuts(text):
             message = assemble(parse(CallParser(TOOLS[family], NAMES, {"f": root}), pieces))
             assert [json.loads(call.arguments) for call in message.calls] == [{"k": value}]
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm", "minimax_m2"])
+def test_a_const_beside_an_unset_enum_holds(family: str) -> None:
+    written = TOOLS[family].writing.fields
+    assert written is not None
+    of_const, of_enum = (
+        fields.arguments({"properties": {"k": {"type": "string", **listed}}}, written, True, False)
+        for listed in ({"const": "x", "enum": None}, {"enum": ["x"]})
+    )
+    assert of_const == of_enum and "any_text" not in str(of_const)
 
 
 def test_bare_strings_are_told_as_they_come() -> None:
