@@ -209,6 +209,7 @@ def public_settings(config: Config) -> dict[str, object]:
     del settings["serve"]["api_key"]
     del settings["serve"]["api_keys_file"]
     del settings["serve"]["otlp_traces_endpoint"]
+    del settings["cache"]["kv_events_config"]
     del settings["lora"]["lora_root"]
     del settings["parallel"]["dist_init_addr"]
     settings["lora"]["lora"] = [adapter.name for adapter in adapters_at_start(config.lora)]

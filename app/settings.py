@@ -167,13 +167,23 @@ def settings(parser: Parser, given: Given) -> Config:
         parser.error(str(error))
     if (size := config.cache.page_size) & (size - 1):
         parser.refuse(given.origins["page_size"], f"must be a power of two, got {size}")
-    if config.serve.ssl_keyfile and not config.serve.ssl_certfile:
+    _check_serve(parser, given, config.serve)
+    if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
+        parser.refuse(given.origins["step_tokens"], f"must be 0 or at least {LEAST_STEP}, got {tokens}")
+    return config
+
+
+def _check_serve(parser: Parser, given: Given, serve: ServeConfig) -> None:
+    if any(not key or key != key.strip() for key in serve.api_key):  # headers are read without blanks
+        parser.refuse(
+            given.origins["api_key"],
+            "a key must not be empty or have blanks around it: no request could send it. For no "
+            "authentication, give none",
+        )
+    if serve.ssl_keyfile and not serve.ssl_certfile:
         parser.refuse(given.origins["ssl_keyfile"], "needs --ssl-certfile")
-    if (url := config.serve.otlp_traces_endpoint) and not url.startswith(("http://", "https://")):
+    if (url := serve.otlp_traces_endpoint) and not url.startswith(("http://", "https://")):
         parser.refuse(
             given.origins["otlp_traces_endpoint"],
             f"must begin with http:// or https://: OTLP over HTTP (usually port 4318, not 4317), got {url}",
         )
-    if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
-        parser.refuse(given.origins["step_tokens"], f"must be 0 or at least {LEAST_STEP}, got {tokens}")
-    return config

@@ -76,6 +76,8 @@ def _from_file(parser: Parser, path: str) -> Given:
             parser.refuse(label, "a file cannot name another one")
         if key in ("help", "version"):
             parser.refuse(label, "belongs on the command line")
+        if isinstance(value, list) and None in value:
+            parser.refuse(label, "an entry of the list is empty")
         given.update(parser.read(_words(parser, flag(key), value), label))
     return given
 
@@ -86,7 +88,7 @@ def _entries(path: str) -> dict[str, Any]:
         content = file.read_bytes()
         match file.suffix:
             case ".toml":
-                return tomllib.loads(content.decode())
+                return tomllib.loads(content.decode("utf-8-sig"))
             case ".yaml" | ".yml":
                 return msgspec.yaml.decode(content, type=dict[str, Any])
     except OSError as error:

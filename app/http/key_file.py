@@ -98,7 +98,7 @@ def exposed(path: str) -> bool:
 
 def _tables(path: str) -> Mapping[str, Any]:
     try:
-        content = tomllib.loads(Path(path).expanduser().read_bytes().decode())
+        content = tomllib.loads(Path(path).expanduser().read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read {FLAG} {path}: {error.strerror or error}.") from error
     except ValueError as error:  # TOML's errors name lines and columns, and no values

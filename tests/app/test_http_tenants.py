@@ -15,7 +15,7 @@ from app.api.sglang.session_tree import MAX_SESSIONS
 from app.batch.store import Disk
 from app.http.tenant import Keys
 from app.server import public_settings
-from core.config import Config, ModelConfig, ServeConfig
+from core.config import CacheConfig, Config, ModelConfig, ServeConfig
 from core.errors import ConfigError
 from core.request import Request
 from tests.rigs.batches import Rig, line
@@ -204,13 +204,15 @@ async def test_no_path_of_the_server_is_told(keyed: Server) -> None:
             assert response.status == 200 and path not in await response.text(), route
 
 
-def test_settings_that_are_told_name_no_path() -> None:
+def test_settings_that_are_told_name_no_path_and_no_host() -> None:
     places = {"model": "/srv/models/tiny", "tokenizer": "/srv/tok", "chat_template": "/srv/t.jinja"}
     told = public_settings(
         Config(model=ModelConfig(**places), serve=ServeConfig(api_key=("k",), data_dir="/srv/data"))
     )
     assert "/srv" not in str(told) and "api_key" not in str(told)
     assert told["model"]["model"] == "tiny"  # type: ignore[index]
+    events = '{"endpoint": "tcp://router.internal:5557"}'
+    assert "router" not in str(public_settings(Config(cache=CacheConfig(kv_events_config=events))))
     for name in ("", "org/name"):
         assert public_settings(Config(model=ModelConfig(model=name)))["model"]["model"] == name  # type: ignore[index]
 

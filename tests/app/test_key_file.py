@@ -17,6 +17,12 @@ from core.errors import ConfigError
 SHA = hashlib.sha256(b"secret").hexdigest()
 
 
+def test_a_mark_in_front_as_of_editors_on_windows(file: Path) -> None:
+    file.write_text(f'\ufeff[keys.alice]\r\nsha256 = "{SHA}"\r\n', encoding="utf-8", newline="")
+    (terms,) = read(str(file))
+    assert terms.tenant == SHA
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     made = tmp_path / "keys.toml"

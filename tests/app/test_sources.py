@@ -42,6 +42,12 @@ def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
     assert parse([]).serve.port == 4
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.toml", "port = 4"), ("a.yaml", "port: 4")])
+def test_a_file_of_windows(name: str, text: str, tmp_path: Path) -> None:
+    path = written(tmp_path, f"\ufeff{text}\r\n", name)
+    assert parse(["--config", path]).serve.port == 4
+
+
 def test_a_file_of_vllm(tmp_path: Path) -> None:
     text = """
 model: org/m
@@ -95,6 +101,8 @@ def test_switches_are_1_or_0(text: str, value: bool, monkeypatch: pytest.MonkeyP
         ("order: best", ["order", "fcfs"]),
         ("radix-cache: maybe", ["radix-cache", "maybe"]),
         ("speculative-config: {method: ngram, tokens: 3}", ["speculative-config", "tokens"]),
+        ("api-key: ['']", ["api-key", "a key must not be empty"]),
+        ("api-key: [a, null]", ["api-key", "an entry of the list is empty"]),
         ("config: other.yaml", ["a file cannot name another one"]),
         ("version: true", ["belongs on the command line"]),
     ],
@@ -135,6 +143,8 @@ def test_no_file() -> None:
         ("LOOM_PORT", "70000", "65535"),
         ("LOOM_RADIX_CACHE", "maybe", "1 or 0"),
         ("LOOM_PORT", "tcp://10.0.0.1:80", "enableServiceLinks"),
+        ("LOOM_API_KEY", "a,,b", "a key must not be empty"),
+        ("LOOM_API_KEY", "a, b", "or have blanks around it"),
     ],
 )
 def test_an_error_names_the_variable(
@@ -147,6 +157,11 @@ def test_an_error_names_the_variable(
     monkeypatch.setenv(variable, text)
     error = refused(capsys)
     assert error.startswith(f"loom: error: {variable}: ") and words in error
+
+
+def test_an_empty_key_is_no_authentication_that_nobody_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `--api-key "$KEY"` where the variable is not set: the server took every request."""
+    assert "argument --api-key: a key must not be empty" in refused(capsys, "--api-key", "")
 
 
 def test_a_mistyped_variable_is_noted_and_others_are_not(
