@@ -9,6 +9,7 @@ import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -29,11 +30,10 @@ class Database(ABC):
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._root = root
         self._lock = os.open(root / lock, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
+        with ExitStack() as self._opened:  # the next attempt must find neither it locked nor a file more open
+            self._opened.callback(os.close, self._lock)
             self._open()
-        except BaseException:  # otherwise the next attempt would find it locked
-            os.close(self._lock)
-            raise
+            self._opened = self._opened.pop_all()
 
     @abstractmethod
     def _open(self) -> None:
@@ -51,14 +51,14 @@ class Database(ABC):
         self._db = sqlite3.connect(
             self._root / name, isolation_level=None, check_same_thread=False, timeout=PATIENCE
         )
+        self._opened.callback(self._db.close)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(f"PRAGMA synchronous={synchronous}")
         self._db.executescript(schema)
 
     def close(self) -> None:
         """Release the file for another server."""
-        self._db.close()
-        os.close(self._lock)
+        self._opened.close()
 
 
 class DatabaseThread(Generic[D]):

@@ -128,10 +128,10 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, TypeError) as error:  # a TypeError for what cannot be a name, as two dots in one
         listener.close()
-        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        code, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+        taken = code in (errno.EADDRINUSE, errno.EACCES)
         hint = "Choose another --port (0 takes a free one)." if taken else "Choose another --host."
-        reason = error.strerror or error
-        raise ConfigError(f"cannot listen on {host} port {port}: {reason}. {hint}") from error
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason or error}. {hint}") from error
     return listener

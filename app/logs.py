@@ -80,6 +80,8 @@ class StderrWriter(QueueListener):
 
     dropped = 0
     """Lines that did not fit the queue, counted by the handler."""
+    _failed = 0
+    """Lines that stderr did not take, as a file on a full disk."""
     _reported = 0
 
     def __init__(self, lines: Lines, formatter: logging.Formatter) -> None:
@@ -92,12 +94,18 @@ class StderrWriter(QueueListener):
         if isinstance(record, threading.Event):
             record.set()
             return
-        if lost := self.dropped - self._reported:
+        try:
+            self._note_lost()
+            self._write(record.msg)
+        except OSError:  # raised, it would end the thread: nothing would be logged any more
+            self._failed += 1
+
+    def _note_lost(self) -> None:
+        if lost := self.dropped + self._failed - self._reported:
+            message = f"{lost} lines were dropped: stderr was full or not read"
+            note = logging.LogRecord(log.name, logging.WARNING, "", 0, message, None, None)
+            self._write(self._formatter.format(note))
             self._reported += lost
-            note = {"msg": f"{lost} lines were dropped: stderr was not read", "levelno": logging.WARNING}
-            note |= {"name": log.name, "levelname": "WARNING"}
-            self._write(self._formatter.format(logging.makeLogRecord(note)))
-        self._write(record.msg)
 
     def _write(self, line: str) -> None:
         if sys.stderr.isatty():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -173,8 +174,9 @@ class Maintenance:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities)
-        self._profile.start()
+        profile = torch.profiler.profile(activities=activities)
+        profile.start()
+        self._profile = profile
 
     def _stop_profile(self, path: str) -> None:
         if self._profile is None:
@@ -182,3 +184,6 @@ class Maintenance:
         profile, self._profile = self._profile, None
         profile.stop()
         profile.export_chrome_trace(path)
+        if not Path(path).exists():  # torch only prints why
+            Path(f"{path}.tmp").unlink(missing_ok=True)
+            raise OSError(f"{path} could not be written: is the disk full?")

@@ -85,15 +85,21 @@ class Operator(Shielded):
     @shielded
     async def start_profile(self) -> None:
         """Record a trace of a launch thread, and of the devices if there are any: the first replica's, since
-        torch records one trace at a time."""
+        torch records one trace at a time. Raises `RequestError` where it could not be written at the end."""
         async with self._lock:
+            try:
+                self._traces.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RequestError(
+                    f"{self._traces} cannot be made: {error.strerror or error}. Set the environment variable "
+                    "LOOM_CACHE to a directory that can be written to."
+                ) from None
             await self._engines[0].commands.carry_out("profile_start")
 
     @shielded
     async def stop_profile(self) -> Path:
         """Write the trace in Chrome's format; returns its path."""
         async with self._lock:
-            self._traces.mkdir(parents=True, exist_ok=True)
             path = self._traces / f"trace-{time.time_ns()}.json"
             await self._engines[0].commands.carry_out("profile_stop", str(path))
             return path

@@ -198,9 +198,11 @@ class Files:
 
     def append(self, line: Iterator[bytes]) -> None:
         """Append one line, given in parts. When it raises `OSError`, the file is as before."""
-        if self._size >= FILE_BYTES:
-            self.close()
-            self._open()
+        full = self._size >= FILE_BYTES
+        if full or not os.fstat(self._file.fileno()).st_nlink:  # somebody has removed it
+            before = self._file
+            self._open(prune=full)
+            before.close()
         size = self._size
         try:
             for part in line:
@@ -213,10 +215,12 @@ class Files:
             raise
         self._size = size
 
-    def _open(self) -> None:
-        """A new file; the oldest ones go."""
-        for old in sorted(self._directory.glob("requests-*.jsonl"))[: -FILES + 1]:
-            old.unlink(missing_ok=True)
+    def _open(self, prune: bool = True) -> None:
+        """A new file. `prune`: the oldest ones go; not for a file that was removed, or servers that share the
+        directory would remove each other's by turns."""
+        if prune:
+            for old in sorted(self._directory.glob("requests-*.jsonl"))[: -FILES + 1]:
+                old.unlink(missing_ok=True)
         name = f"requests-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{os.getpid()}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         # Unbuffered: what is written survives the end of the process, however it comes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import shutil
 import stat
 from pathlib import Path
 
@@ -178,6 +179,27 @@ def test_files_are_of_a_size_and_few(folder: Path, monkeypatch: pytest.MonkeyPat
     numbers = [int(line.partition("x")[0]) for path in kept for line in path.read_text().splitlines()]
     assert numbers == list(range(14, 20))
     assert other.exists(), "only dumps are deleted"
+
+
+def test_a_file_that_was_removed_is_followed_by_another(folder: Path) -> None:
+    """By an operator who makes room, or by another server, which keeps a few files."""
+    folder.mkdir(parents=True)
+    files = Files(folder)
+    files.append(iter([b"1\n"]))
+    for path in folder.iterdir():
+        path.unlink()
+    files.append(iter([b"2\n"]))
+    assert [path.read_bytes() for path in folder.iterdir()] == [b"2\n"]
+    shutil.rmtree(folder)
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            files.append(iter([b"3\n"]))
+    folder.mkdir()
+    files.append(iter([b"4\n"]))
+    files.append(iter([b"5\n"]))
+    files.close()
+    (path,) = folder.iterdir()
+    assert path.read_bytes() == b"4\n5\n"
 
 
 async def test_a_full_disk_costs_lines_and_no_request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import time
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from aiohttp.base_protocol import BaseProtocol
 
 from app.api.openai import files
 from app.batch.records import FileRecord
+from app.batch.store import Disk
 from app.http.form import SLICE, FormStream
+from core.errors import Unavailable
 from tests.rigs.batches import Rig
 from tests.rigs.server import Start
 from tests.rigs.wait import until
@@ -242,6 +245,16 @@ async def test_a_damaged_list_of_files_is_a_clear_answer(tmp_path: Path) -> None
         for _ in range(2):
             with pytest.raises(openai.InternalServerError, match=r"store\.sqlite, is damaged"):
                 await rig.client.files.list()
+
+
+def test_a_damaged_list_of_files_is_closed_again(tmp_path: Path) -> None:
+    """Each request opens it anew: a thousand took as many descriptors, until garbage was collected."""
+    (tmp_path / "store.sqlite").write_bytes(b"no database" * 1_000)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(Unavailable) as kept:
+        Disk(tmp_path)
+    assert kept.tb is not None, "which refers to all that was opened"
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 async def test_files_can_be_sent_before_the_model_is_there(start: Start) -> None:

@@ -76,6 +76,12 @@ async def test_a_path_that_cannot_be_listened_on_is_named(tmp_path: Path) -> Non
         assert address.uds == path
 
 
+@pytest.mark.parametrize("host", ["a..b", "ä..b", "a\0b"])
+def test_a_host_that_cannot_be_one_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on .*b port 0: .*Choose another --host"):
+        bind(host, 0)
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
 async def test_a_path_that_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "notes"

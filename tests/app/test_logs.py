@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,28 @@ def test_lines_that_nobody_reads_are_dropped_and_counted(form: str) -> None:
     assert dropped and len(written) + sum(dropped) == 5001
     if form == "json":
         assert {type(json.loads(line)) for line in text.splitlines()} == {dict}
+
+
+FULL = """
+import logging, resource, sys
+from app import logs
+logs.set_up("info")
+log, limits = logging.getLogger("t"), resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+log.info("lost")
+logs.flush()
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+log.info("first after it")
+"""
+
+
+def test_a_full_disk_costs_lines_and_not_the_log(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as file:
+        subprocess.run([sys.executable, "-c", FULL], cwd=ROOT, stderr=file, timeout=PATIENCE, check=True)
+        file.seek(0)
+        text = file.read()
+    assert "1 lines were dropped: stderr was full or not read" in text
+    assert text.endswith("t: first after it\n")
 
 
 def test_every_line_before_the_exit_is_written() -> None:

@@ -194,6 +194,20 @@ def test_a_trace_is_written(executor: LocalExecutor, tmp_path: Path) -> None:
     assert any("linear" in event.get("name", "") for event in json.loads(file.read_text())["traceEvents"])
 
 
+def test_a_trace_that_cannot_be_written_is_refused(executor: LocalExecutor, tmp_path: Path) -> None:
+    file = str(tmp_path / "gone" / "trace.json")
+    started, _, stopped, again = play(
+        executor,
+        command(1, "profile_start"),
+        prefill(0),
+        command(2, "profile_stop", file),
+        command(3, "profile_start"),
+    )
+    assert started == CommandDone(1) and again == CommandDone(3)
+    assert isinstance(stopped, CommandDone) and stopped.error is not None
+    assert f"{file} could not be written" in stopped.error
+
+
 class Bare:
     """A runner that only remembers its model and its pages; `refuses` says what it cannot run with."""
 
