@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -128,7 +129,12 @@ class LLM:
         # Load in a thread that ends, because its OpenMP workers end with it. Workers of the caller's
         # thread would stay beside those of the launch thread, and libgomp lets no worker spin if there are
         # more threads than CPUs: with two CPUs a token took 40 ms instead of 30.
-        self._live = begin(lambda: load(config, Stages()), "loom-load").result()
+        loading = begin(lambda: load(config, Stages()), "loom-load")
+        try:
+            self._live = loading.result()
+        except KeyboardInterrupt:  # the load goes on, and nobody else would free the device
+            begin(lambda: loading.result().close(), "loom-discard")
+            raise
         self.window = 2 * sum(each.capabilities.max_rows for each in self._live.replicas.engines)
         """Requests at once that keep the engines full."""
         self._stop = asyncio.Event()
@@ -164,9 +170,9 @@ class LLM:
         Idempotent."""
         if not self._closed:
             self._closed = True
-            _OPEN.discard(self)
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        self._thread.join()  # also where another thread closes it, or Ctrl-C has ended an earlier wait
+        _OPEN.discard(self)
 
     # -- adapters --------------------------------------------------------------------------------------
 
@@ -259,7 +265,10 @@ class LLM:
         pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
 
         def put(delta: Delta | None) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, delta)
+            try:
+                loop.call_soon_threadsafe(pieces.put_nowait, delta)
+            except RuntimeError:  # the loop is closed: nobody reads any more
+                work.cancel()
 
         work = self._call(self._follow(body, lora_request, put))
         try:
@@ -305,9 +314,9 @@ class LLM:
 
     async def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            await self._live.start()
-        except ConfigError as error:
+        starting = asyncio.ensure_future(self._live.start())
+        await asyncio.wait((starting,))
+        if (error := starting.exception()) is not None:  # whatever it is, the caller waits for it
             self._live.close()
             started.set_exception(error)
             return
@@ -458,7 +467,7 @@ def _inputs(kind: type[T], inputs: Prompts, fields: Mapping[str, Any]) -> list[T
 
 
 def _prompts(prompts: Prompts) -> list[str | list[int]]:
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     listed: Sequence[Any] = [prompts] if single else prompts
     return [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in listed]
 
@@ -466,12 +475,15 @@ def _prompts(prompts: Prompts) -> list[str | list[int]]:
 def _single(
     prompt: Prompt | None, messages: Messages | None, sampling: Sampling, fields: Mapping[str, Any]
 ) -> Body:
-    if (prompt is None) == (messages is None):
+    if prompt is not None and messages is None:
+        bodies: Sequence[Body] = _completions(prompt, sampling, fields)
+    elif messages is not None and prompt is None:
+        bodies = _chats(messages, sampling, fields)
+    else:
         raise TypeError("give either a prompt or messages")
-    if messages is not None:
-        return _chats(messages, sampling, fields)[0]
-    assert prompt is not None
-    return _completions(prompt, sampling, fields)[0]
+    if len(bodies) != 1:
+        raise TypeError(f"a stream answers one prompt or conversation, got {len(bodies)}")
+    return bodies[0]
 
 
 def _body(kind: type[T], sampling: Sampling, fields: Mapping[str, Any], **own: Any) -> T:

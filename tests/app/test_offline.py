@@ -6,17 +6,20 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app import offline
+from app.engine.adapters import Adapters
 from app.offline import LLM, Output
+from app.process import begin
 from bench.chaos.tiny import dummy_model
-from core.errors import ConfigError, ContextExceeded, RequestError, Unavailable
+from core.errors import ConfigError, ContextExceeded, EngineFailed, RequestError, Unavailable
 from tests.rigs.wait import PATIENCE
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -54,7 +57,8 @@ def test_one_prompt_many_prompts_and_ids_agree(llm: LLM) -> None:
     many = llm.generate(["hello", "other", "hello"], **GREEDY)
     assert [output.text for output in many][::2] == [single[0].text] * 2
     ids = llm._live.loaded.tokenizer.encode("hello").tolist()
-    assert llm.generate(ids, GREEDY)[0].token_ids == single[0].token_ids
+    for same in (ids, np.array(ids)):
+        assert llm.generate(same, GREEDY)[0].token_ids == single[0].token_ids
     assert [o.token_ids for o in llm.generate([ids, ids], GREEDY)] == [single[0].token_ids] * 2
     assert llm.generate([]) == []
 
@@ -114,6 +118,16 @@ def test_a_stream_that_is_left_ends_its_request(llm: LLM) -> None:
     until_idle(llm)
 
 
+def test_a_stream_whose_loop_is_closed_ends_its_request(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """As after `asyncio.run` of a program that leaves `async for`: it says nothing of the engine's own."""
+    loop = asyncio.new_event_loop()
+    stream = llm.astream("abc", max_tokens=1900, ignore_eos=True)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    until_idle(llm)
+    assert not caplog.messages
+
+
 async def test_async_twins_on_another_loop(llm: LLM) -> None:
     whole = llm.generate("abc", GREEDY)[0]
     outputs = await asyncio.gather(llm.agenerate("abc", GREEDY), llm.achat(HI, GREEDY))
@@ -167,6 +181,9 @@ def test_more_errors(llm: LLM) -> None:
         llm.generate("x", temprature=0)
     with pytest.raises(TypeError):
         llm.stream("x", messages=HI)
+    for several in ({"prompt": ["x", "y"]}, {"prompt": []}, {"messages": []}, {"messages": [HI, HI]}):
+        with pytest.raises(TypeError, match="one prompt or conversation"):
+            llm.stream(**several)  # type: ignore[arg-type]
     with pytest.raises(RequestError):
         llm.generate(["good", ""], max_tokens=1900, ignore_eos=True)
     until_idle(llm)
@@ -193,6 +210,73 @@ def test_closing_ends_what_runs_and_every_thread(tmp_path: Path) -> None:
         llm.generate("x")
     llm.close()
     assert set(threading.enumerate()) <= before
+
+
+def test_whoever_closes_waits_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the second one, as the exit of a program while a thread of it closes."""
+    llm = load(tmp_path)
+    shut, join = llm._live.replicas.close, llm._thread.join
+    closing, both, waits = threading.Event(), threading.Event(), list[int]()
+
+    def held() -> None:
+        closing.set()
+        both.wait(PATIENCE)
+        shut()
+
+    def counted() -> None:
+        waits.append(1)
+        if len(waits) == 2:
+            both.set()
+        join()
+
+    monkeypatch.setattr(llm._live.replicas, "close", held)
+    monkeypatch.setattr(llm._thread, "join", counted)
+    first = begin(llm.close, "first")
+    assert closing.wait(PATIENCE)
+    llm.close()
+    alive = llm._thread.is_alive()
+    both.set()
+    first.result(PATIENCE)
+    assert not alive
+
+
+def test_an_interrupted_load_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a notebook: the load cannot be stopped, but what it made is freed."""
+
+    class Interrupted(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            if self.done():
+                return super().result(timeout)
+            raise KeyboardInterrupt
+
+    loading, works = Interrupted(), list[Callable[[], Any]]()
+
+    def started(work: Callable[[], Any], name: str) -> Future[Any]:
+        works.append(work)
+        return loading
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(offline, "begin", started)
+    with pytest.raises(KeyboardInterrupt):
+        load(tmp_path)
+    first, *later = works
+    loading.set_result(first())
+    for work in later:
+        work()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_failed_start_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise EngineFailed("the device is gone")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(Adapters, "start", fail)
+    with pytest.raises(EngineFailed, match="the device is gone"):
+        begin(lambda: load(tmp_path), "start").result(PATIENCE)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 def test_weights_are_loaded_by_a_thread_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
