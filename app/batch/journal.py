@@ -156,14 +156,18 @@ def drop_failed(path: Path) -> int:
     kept = path.with_name(f"{path.name}.retry")
     with path.open("rb") as old:
         lock(old, path)
-        with os.fdopen(os.open(kept, _NEW, 0o600), "wb") as new:
-            for line in old:
-                if (entry := _read(line)) is not None and not entry.answered:
-                    dropped += 1
-                else:
-                    new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
+        try:
+            with os.fdopen(os.open(kept, _NEW, 0o600), "wb") as new:
+                for line in old:
+                    if (entry := _read(line)) is not None and not entry.answered:
+                        dropped += 1
+                    else:
+                        new.write(line)
+                new.flush()
+                os.fsync(new.fileno())
+        except OSError:  # on a full disk it would take what is left
+            kept.unlink(missing_ok=True)
+            raise
     if dropped:
         os.replace(kept, path)
     else:

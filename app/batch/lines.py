@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import secrets
 import time
@@ -24,6 +25,8 @@ SLICE = 2**16
 """Bytes of a line that are processed while holding the GIL."""
 MAX_ID = 512
 """Characters of a `custom_id`."""
+BOM = codecs.BOM_UTF8
+"""What editors on Windows put in front of a file."""
 LINES_PER_SLICE, PAUSE = 16, 5e-5
 """Lines between two pauses, and their length in seconds: without them, a thread that reads 50,000 lines holds
 the GIL for 5 ms at a time, which delays steps."""
@@ -79,6 +82,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             while not line.endswith(b"\n") and len(line) > MAX_LINE and (rest := file.readline(MAX_LINE)):
                 if rest.endswith(b"\n"):
                     break
+            if number == 1:
+                line = line.removeprefix(BOM)
             if line.strip():
                 yield number, line
             if number % LINES_PER_SLICE == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+from aiohttp.http import HttpProcessingError
 
 from app import logs
 from app.settings import ChatFlags
@@ -57,6 +59,8 @@ class RemoteError(LoomError):
 
 def run(config: Config, flags: ChatFlags) -> int:
     """Talk until the input ends. Returns the exit code: 1 when an answer failed. Raises `ConfigError`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may have fewer characters than a model
     fields, keys = _sampling(flags.sampling), config.serve.api_key
     opened = _remote(flags.url, keys[0] if keys else "", fields) if flags.url else _local(config, fields)
     with opened as model:
@@ -202,15 +206,15 @@ async def _session(url: str, key: str) -> aiohttp.ClientSession:
         raise ConfigError(f"--url {url} must begin with http://, https:// or {UNIX}")
     try:
         _ = urlsplit(base).port  # it is checked as it is read
+        return aiohttp.ClientSession(
+            f"{base}/",
+            connector=aiohttp.UnixConnector(socket) if socket else None,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=aiohttp.ClientTimeout(sock_connect=10),  # an answer may take as long as it does
+            read_bufsize=2**20,  # also the longest line
+        )
     except ValueError as error:
         raise ConfigError(f"--url {url}: {error}.") from error
-    return aiohttp.ClientSession(
-        f"{base}/",
-        connector=aiohttp.UnixConnector(socket) if socket else None,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=aiohttp.ClientTimeout(sock_connect=10),  # an answer may take as long as it does
-        read_bufsize=2**20,  # also the longest line
-    )
 
 
 async def _name(session: aiohttp.ClientSession) -> str:
@@ -224,9 +228,9 @@ async def _name(session: aiohttp.ClientSession) -> str:
 def _as_remote_error() -> Iterator[None]:
     try:
         yield
-    except (aiohttp.ClientError, OSError, msgspec.DecodeError, LookupError, ValueError) as error:
+    except (aiohttp.ClientError, HttpProcessingError, OSError, msgspec.DecodeError, ValueError) as error:
         raise RemoteError(str(error) or type(error).__name__) from error
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, LookupError) as error:
         raise RemoteError(f"it does not answer as OpenAI's API: {error}") from error
 
 

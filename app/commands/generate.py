@@ -43,7 +43,7 @@ def run(config: Config, flags: GenerateFlags) -> int:
             print(f"{retried} lines that failed are tried again", file=sys.stderr)
         journal = Journal(results, tally)
     except OSError as error:
-        raise ConfigError(f"cannot use {error.filename}: {error.strerror}.") from error
+        raise ConfigError(f"cannot use {error.filename or results}: {error.strerror}.") from error
     try:
         if tally.ids:
             print(f"{len(tally.ids)} of {total} lines are done already", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import resource
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from app.batch import lines
 from app.batch.journal import Journal, Tally, drop_failed, is_journal, lock
 from app.batch.lines import answered, check_input, failed, read_lines, unanswered
-from app.commands.generate import for_model
-from core.errors import ContextExceeded, Overloaded, RequestError
+from app.commands.generate import for_model, run
+from app.settings import GenerateFlags
+from core.config import Config
+from core.errors import ConfigError, ContextExceeded, Overloaded, RequestError
 
 BODY = {
     "usage": {
@@ -133,6 +136,15 @@ def test_lines_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (errors[0].code, errors[0].line) == ("line_too_long", 1)
 
 
+def test_a_file_of_windows(tmp_path: Path) -> None:
+    """A mark of UTF-8 in front, and its line ends."""
+    path = tmp_path / "in"
+    text = '{"custom_id": "a", "url": "/v1/completions", "body": {}}\r\n\r\n'
+    path.write_bytes(codecs.BOM_UTF8 + text.encode())
+    assert check_input(path, "/v1/completions") == (1, [])
+    assert list(read_lines(path)) == [(1, text.encode()[:-2])]
+
+
 def test_a_batch_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MAX_LINES", 3)
     path = tmp_path / "in"
@@ -153,6 +165,22 @@ def test_failed_records_leave_the_journal_and_answers_stay(tmp_path: Path) -> No
     assert path.read_bytes() == good[0] + good[1] + b"torn"
     assert drop_failed(path) == 0 and path.read_bytes() == good[0] + good[1] + b"torn"
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_disk_without_room_keeps_the_journal_alone(tmp_path: Path) -> None:
+    path, source = tmp_path / "out", tmp_path / "in"
+    records = answered("a", 200, {}) + failed("b", RequestError("No."))
+    path.write_bytes(records)
+    source.touch()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (25, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"cannot use {path}: File too large"):
+            run(Config(), GenerateFlags(input=str(source), output=str(path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == records
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.parametrize(

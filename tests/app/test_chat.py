@@ -118,6 +118,27 @@ async def test_a_running_server_answers(
     assert (job.sampling.temperature, job.max_tokens) == (0, len(WORDS))
 
 
+async def test_an_event_that_is_too_long_does_not_end_the_conversation(
+    server: Server, type: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.engine.scripts = [["x" * 3_000_000], ["end"]]
+    type("a\nb\n")
+    assert await talk(server.url) == 1
+    said = capsys.readouterr()
+    assert said.out == "end\n" and "Got more than" in said.err
+
+
+async def test_a_terminal_may_lack_characters(
+    server: Server, type: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    server.engine.scripts = [["naïve"], ["end"]]
+    type("a\nb\n")
+    assert await talk(server.url) == 0
+    assert shown.getvalue() == b"na?ve\nend\n"
+
+
 async def test_the_key_is_sent(start: Start, type: Type, capsys: pytest.CaptureFixture[str]) -> None:
     server = await start(ServeConfig(api_key=("secret",)))
     type("hello\n")
@@ -146,6 +167,7 @@ async def test_a_server_that_is_still_starting_says_so(start: Start) -> None:
     [
         (ChatFlags(url="localhost:8000"), "must begin with http://, https:// or unix:"),
         (ChatFlags(url="http://localhost:1"), "--url http://localhost:1: Cannot connect"),
+        (ChatFlags(url="http://ä..b"), "--url http://ä..b: "),
         (ChatFlags(url="unix:/nowhere"), "--url unix:/nowhere: .*No such file"),
         (ChatFlags(sampling="[1]"), "--sampling must be a JSON object"),
     ],
