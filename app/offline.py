@@ -488,6 +488,8 @@ def _single(
 
 def _body(kind: type[T], sampling: Sampling, fields: Mapping[str, Any], **own: Any) -> T:
     known = _known(kind, {**(sampling or {}), **fields})
+    if isinstance(bias := known.get("logit_bias"), Mapping):  # JSON has no keys that are numbers, Python has
+        known = {**known, "logit_bias": {str(token): value for token, value in bias.items()}}
     return converted({**known, **own, "return_token_ids": True, "stream": False}, kind)
 
 

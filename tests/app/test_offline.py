@@ -63,6 +63,11 @@ def test_one_prompt_many_prompts_and_ids_agree(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+@pytest.mark.parametrize("token", [7, "7"])
+def test_token_ids_of_a_bias_may_be_numbers(llm: LLM, token: int | str) -> None:
+    assert llm.generate("a", GREEDY, max_tokens=3, logit_bias={token: 100})[0].token_ids == [7, 7, 7]
+
+
 def test_keywords_go_over_the_mapping_and_n_gives_choices(llm: LLM) -> None:
     output = llm.generate("a", GREEDY, max_tokens=3, n=2, temperature=1, seed=5, logprobs=1)[0]
     assert [len(choice.token_ids) for choice in output.choices] == [3, 3]
