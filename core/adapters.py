@@ -46,7 +46,7 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
     host: int
     """Adapters in host memory."""
     targets: tuple[str, ...] = LINEAR
-    """Of `TARGETS`: an adapter with others is refused."""
+    """The `TARGETS` that adapters may change: an adapter with others is refused."""
 
 
 LEAST_RANK = 16
@@ -124,7 +124,7 @@ def _ranks(file: Mapping[str, Any]) -> Iterable[int]:
 
 
 def _targets(named: Sequence[str], files: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """In the order of `TARGETS`."""
+    """The matrices that adapters may change, in the order of `TARGETS`."""
     known = (*TARGETS, *FUSED)
     if unknown := [name for name in named if name not in (*known, "all")]:
         raise ConfigError(f"--lora-target-modules takes all, or {', '.join(known)}, not {unknown[0]}")
@@ -143,7 +143,7 @@ def _parts(names: Iterable[str]) -> set[str]:
 
 
 def _changed(file: Mapping[str, Any]) -> set[str]:
-    """Those of `TARGETS` that an adapter changes, or more."""
+    """The `TARGETS` that an adapter changes, or more."""
     modules = file.get("target_modules")
     listed = modules if isinstance(modules, list) else [""]
     names = _parts(str(name).rpartition(".")[2] for name in listed)

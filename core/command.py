@@ -17,7 +17,7 @@ Action = Literal[
     "adapter_drop",
 ]
 BESIDE: tuple[Action, ...] = ("adapter_read", "adapter_place")
-"""Those that steps run beside."""
+"""Actions that steps run beside."""
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 

@@ -26,8 +26,8 @@ class CostTable(msgspec.Struct, frozen=True):
 
 
 class ChunkCosts(msgspec.Struct, frozen=True):
-    """Of steps with prompt chunks: `step` by all tokens of a step, without attention; `pair` is what each
-    query of a chunk takes for each of its keys, in seconds."""
+    """Costs of steps with prompt chunks, in seconds: `step` by all tokens of a step, without attention;
+    `pair` for each query of a chunk and each of its keys."""
 
     step: CostTable
     pair: float

@@ -1,6 +1,6 @@
 """What the program reads of its surroundings: environment variables, and JSON files of models.
 
-Of others only `LOOM_` and the name of a flag are read, as `LOOM_MAX_RUNNING`.
+Other variables are read only if their name is `LOOM_` and that of a flag, as `LOOM_MAX_RUNNING`.
 """
 
 from __future__ import annotations

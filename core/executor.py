@@ -33,9 +33,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     masked_drafts: int = MASKED_DRAFTS
     """Drafts that the decode rows with grammars may have in a step, together; 0: these rows draft nothing."""
     costs: StepCosts | None = None
-    """Of steps with drafts and without, by which their number is chosen; None: always the most."""
+    """Costs of steps with and without drafts, by which the number of drafts is chosen; None: always the
+    most."""
     chunk_costs: ChunkCosts | None = None
-    """Of steps with prompt chunks, by which chunks are sized; None: always the largest."""
+    """Costs of steps with prompt chunks, by which chunks are sized; None: always the largest."""
     max_samples: int = 0
     """Rows of logits that a step can hold, at least `max_rows`; 0: as many as `max_rows`."""
     max_depth: int = 2
@@ -46,9 +47,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints of linear attention's states: 1 ... so many are usable. None: the model has no states."""
     device: str = "cpu"
     dtype: str = ""
-    """Of the computation; weights and pages may have a smaller one."""
+    """Dtype of the computation; weights and pages may have a smaller one."""
     weight_dtype: str = ""
-    """Of the layers' matrices."""
+    """Dtype of the layers' matrices."""
     kv_dtype: str = ""
     attention_backend: str = ""
     """Backends in use, in the form that `--attention-backend` takes; `torch` on a CPU."""

@@ -67,7 +67,7 @@ _ENDPOINT = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>\*|[0-9]{1,5})|(ipc|inpr
 
 
 def endpoint_of(endpoint: str, replica: int) -> str:
-    """That of a replica, from that of replica 0. Raises `ConfigError`."""
+    """The endpoint of a replica, from that of replica 0. Raises `ConfigError`."""
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None:
         raise ConfigError(

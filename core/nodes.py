@@ -13,8 +13,8 @@ ANYWHERE = ("", "*", "0.0.0.0", "::", "0:0:0:0:0:0:0:0")
 
 
 def of_torchrun(parallel: ParallelConfig) -> ParallelConfig:
-    """The same, with what torchrun says of its processes where no flag does. Raises `ConfigError` for numbers
-    that are none."""
+    """`parallel` with what torchrun says of its processes where no flag does. Raises `ConfigError` for
+    numbers that are none."""
     host, port = read("MASTER_ADDR"), read("MASTER_PORT")
     named = parallel.nnodes > 1 or parallel.node_rank or parallel.dist_init_addr
     if named or host is None or port is None:

@@ -18,18 +18,18 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     free: int
     cached: int
-    """In the tree, unlocked: can be evicted."""
+    """Pages in the tree, unlocked: they can be evicted."""
     protected: int
-    """In the tree, under a running request."""
+    """Pages in the tree, under a running request."""
     pinned: int = 0
-    """In the tree, kept for a client that asked for it; some of them protected too."""
+    """Pages in the tree, kept for a client that asked for it; some of them protected too."""
     pins: int = 0
     """Prefixes that are kept so."""
     nodes: int
     queried_tokens: int
     """Looked up by requests that were admitted."""
     hit_tokens: int
-    """Of these, found."""
+    """Tokens of `queried_tokens` that were found."""
     evicted_pages: int
     """Dropped to make room; a flush does not count."""
 
@@ -52,7 +52,7 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     waiting_tokens: int
     retracted: int = 0
-    """Of those that wait, requests that ran already."""
+    """Waiting requests that have run before."""
     running: int
     in_flight: int
     steps: int
@@ -75,7 +75,7 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 class Histogram(msgspec.Struct):
     """`counts[i]` observations above `bounds[i - 1]` and at most `bounds[i]`; the last are the rest.
-    `total` is their sum. It grows: what was read before may be more now."""
+    `total` is their sum. The counts grow in place: what was read before may be more now."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -104,7 +104,7 @@ class Histograms(msgspec.Struct, kw_only=True):
     prompt_tokens: Histogram
     output_tokens: Histogram
     max_tokens: Histogram
-    """What the request was allowed."""
+    """Tokens that the request was allowed."""
     choices: Histogram
     """Requests of one job."""
     longest: Histogram
@@ -115,8 +115,8 @@ class Histograms(msgspec.Struct, kw_only=True):
 
 class DraftStatistics(msgspec.Struct):
     """What steps did with drafts, those of requests that ended meanwhile too. Accepted are those equal to
-    what was sampled, whether the client gets them or a stop cuts them off. It grows: what was read before may
-    be more now."""
+    what was sampled, whether the client gets them or a stop cuts them off. The counts grow in place: what was
+    read before may be more now."""
 
     per_position: list[int]
     """Accepted drafts that were the first of their row, the second, and so on."""
@@ -159,9 +159,9 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     last_step_at: float
     """On the engine's clock; 0 before the first step."""
     step_seconds: float
-    """Of the last applied step."""
+    """Seconds of the last applied step."""
     device_seconds: float
-    """Of all applied steps: between two readings, how long the device was inside one."""
+    """Seconds of all applied steps: between two readings, how long the device was inside one."""
     loop_lag: float
     """Highest of the last seconds."""
     finished: dict[str, int]

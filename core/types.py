@@ -84,7 +84,8 @@ class RootKey(msgspec.Struct, frozen=True):
     tenant: str = ""
     salt: str = ""
     own: str = ""
-    """Of one job alone whose prompt has embeddings: its tokens do not identify it. Clients cannot set it."""
+    """Key of one job alone whose prompt has embeddings: its tokens do not identify it. Clients cannot set
+    it."""
 
     def namespace(self) -> int:
         """A hash, an int64 that is not 0, with a key of this process: nobody outside can find keys of equal

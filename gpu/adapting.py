@@ -33,7 +33,7 @@ class Adapting(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """Of all places."""
+        """Bytes of all places on the device."""
         return self.limits.places * self.layout.bytes
 
     def allocate(self, model: CausalModel, device: torch.device) -> AdapterTiers:

@@ -126,8 +126,8 @@ def spec_of(source: Path) -> ModelSpec:
 
 
 def model_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
-    """Of a config.json; see `core.models.read_spec`. What runs through transformers is what its class there
-    says, made without memory. Raises `ModelError`."""
+    """The spec of a config.json; see `core.models.read_spec`. For a model that runs through transformers it
+    is read from its class there, made without memory. Raises `ModelError`."""
     spec = read_spec(config, pooling)
     if not spec.transformers:
         return spec
@@ -313,7 +313,7 @@ class _Loader(NamedTuple):
         return loaded if rank is None else RankModel(loaded, rank)
 
     def load_all(self, ranks: Sequence[Rank | None]) -> list[CausalModel]:
-        """Those of all ranks, each read by a thread of its own where there are several."""
+        """The models of all ranks, each loaded by a thread of its own where there are several."""
         if len(ranks) == 1:
             return [self.load(ranks[0], str(self.source))]
         with ThreadPoolExecutor(len(ranks), "loom-load-rank") as pool:
@@ -348,7 +348,7 @@ def _capabilities(parts: Parts, memory: MemoryPlan, runner: ModelRunner) -> Capa
 
 
 def _called_runners(ranks: Sequence[Parts], page_size: int) -> list[ModelRunner]:
-    """Those of all ranks, which read the same entries."""
+    """The runners of all ranks, which read the same ring entries."""
     shape = ranks[0].shape(page_size, ranks[0].sizes.rows)
     entries = shape.entries(ranks[0].target.device)
     with device_thread(ranks[0].target.device):
@@ -386,7 +386,7 @@ def _called_runner(parts: Parts, shape: Shape, entries: Entries) -> ModelRunner:
 
 
 def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
-    """The same of drafts."""
+    """A function that makes the drafter of a runner whose steps are not captured."""
     device, dtype, _ = parts.target
     run = None
     if (layers := draft.layers) is not None:
@@ -401,7 +401,7 @@ def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
 
 
 def called_attention(spec: ModelSpec, parts: Parts) -> TorchBackend:
-    """A causal model's."""
+    """The attention of a causal model whose steps are not captured."""
     if parts.kernels is None or not fits(spec, parts.target.dtype):
         return torch_attention(spec)
     return cpu_attention(spec, parts.kernels)
@@ -439,8 +439,8 @@ def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:
 
 
 class Sharing(NamedTuple):
-    """What has memory beside a rank's part of the model: drafts, adapters, the other ranks of this process,
-    and what goes to other nodes, if there are any."""
+    """What else takes memory beside a rank's part of the model: drafts, adapters, the other ranks of this
+    process, and what goes to other nodes, if there are any."""
 
     draft: Draft | None
     adapting: Adapting | None
@@ -487,6 +487,6 @@ def _memory(
 
 
 def _free_bytes(targets: Sequence[Target], nodes: Nodes | None) -> int:
-    """Of the device that has least: all ranks have as many pages."""
+    """Free memory of the device that has the least: all ranks have equally many pages."""
     least = min(free_bytes(target.device) for target in targets)
     return least if nodes is None else nodes.least(least)

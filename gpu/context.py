@@ -33,7 +33,7 @@ class AuxStates(NamedTuple):
 
 
 class ForwardContext(NamedTuple):
-    """Of one step.
+    """The context of one step's forward.
 
     positions  integer [num_tokens]
     ops        this step's operations, attention among them

@@ -53,8 +53,8 @@ work were reckoned to take 9 µs a layer."""
 def captured_runners(
     ranks: Sequence[Parts], model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig
 ) -> list[ModelRunner]:
-    """Those of all ranks, which read the same entries. Raises `ConfigError` for an attention backend that is
-    unavailable."""
+    """The runners of all ranks, which read the same ring entries. Raises `ConfigError` for an attention
+    backend that is unavailable."""
     first = ranks[0]
     shape = first.shape(cache.page_size, min(first.sizes.rows, MAX_CHUNKS))
     entries = shape.entries(first.target.device)
@@ -73,7 +73,7 @@ def _captured_runner(
     cache: CacheConfig,
     schedule: ScheduleConfig,
 ) -> ModelRunner:
-    """One whose steps are graphs."""
+    """A runner whose steps are CUDA graphs."""
     spec, (device, dtype, _), sizes, rank = parts.spec, parts.target, parts.sizes, parts.rank
     samples = entries.limits.samples  # each token of a decode row is sampled from, and a row to attention
     query = _Query(1 + shape.drafts, shape.trees)
@@ -114,11 +114,11 @@ def _captured_runner(
 
 
 MakeOps = Callable[[KvPool], Callable[[StepView], Ops]]
-"""Of the operations of each step's layers, over the pages of a pool."""
+"""Makes, for the pages of a pool, what makes the operations of each step's layers."""
 
 
 class _Query(NamedTuple):
-    """Of a decode row: its most tokens, and whether these may be trees."""
+    """The query of a decode row: its most tokens, and whether its drafts may be trees."""
 
     longest: int
     trees: bool
@@ -167,7 +167,7 @@ def with_rank(
 
 
 def with_kernels(machine: Machine) -> Machine:
-    """The same with the first and the last kernels of a GPU, for steps that are not captured."""
+    """`machine` with the first and the last kernels of a GPU, for steps that are not captured."""
     return machine._replace(begin=begin_step, sampling=triton_kernels)
 
 

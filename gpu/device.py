@@ -105,7 +105,8 @@ _SMALL = 128 * 2**10
 them when the thread ends: `return_freed` passes them over, and four threads had 50 MiB."""
 
 _USUAL = 32 * 2**20
-"""The same threshold afterwards, for activations: the most that glibc itself would adapt to."""
+"""Bytes that may stay free at the end of a heap afterwards, for activations: the most that glibc itself would
+adapt to."""
 
 
 @contextmanager

@@ -31,8 +31,8 @@ def compared(step: int) -> bool:
 
 
 class PlanWorker(Protocol):
-    """Where plans are run: a rank of this process (`gpu.worker.Worker`), or all those of another node. It
-    posts what it has ended in order, and a `StepFailure` when it is lost."""
+    """Runs plans: a rank of this process (`gpu.worker.Worker`), or all ranks of another node. It posts what
+    it has ended in order, and a `StepFailure` when it is lost."""
 
     @property
     def prepared(self) -> Future[MeasuredCosts | None]:
@@ -164,7 +164,7 @@ class LocalExecutor:
             self._outbox.put(answer)
 
     def _agreed(self, items: Sequence[Item]) -> Item:
-        """One of the ranks' answers to the same plan or command for all of them."""
+        """One answer for all ranks, from their `items` for the same plan or command."""
         errors = [item.error for item in items if isinstance(item, CommandDone) and item.error is not None]
         first = items[0]
         if isinstance(first, CommandDone) and first.id in self._reads:

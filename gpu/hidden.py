@@ -25,8 +25,8 @@ class StepExtras(NamedTuple):
     rows: Mapping[int, int]
 
     def read(self, counts: Ints | None) -> tuple[dict[int, Floats], dict[int, Ints]]:
-        """Both, read-only, once the step has ended; `counts` int32 [rows] are the tokens that each row has
-        accepted, None: one each."""
+        """Hidden states and experts, read-only, once the step has ended; `counts` int32 [rows] are the tokens
+        that each row has accepted, None: one each."""
 
         def accepted(slot: int, found: torch.Tensor) -> Any:
             row = self.rows.get(slot)
@@ -47,7 +47,7 @@ class HiddenRows:
         self._all: set[int] = set()
         """Slots whose decode rows give theirs."""
         self._routed: set[int] = set()
-        """Those whose decode rows give their experts."""
+        """Slots whose decode rows give their experts."""
 
     def apply(self, new_slots: Sequence[NewSlot]) -> None:
         """Take over what new slots ask for. Before `take`."""

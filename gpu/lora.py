@@ -27,7 +27,7 @@ class LoraShape(NamedTuple):
     slices: Slices = MappingProxyType({})
 
     def slice(self, name: str) -> Slice:
-        """What there is of the whole matrix of a part."""
+        """The slice of a part's whole matrix that this rank holds."""
         size = self.parts[name]
         return self.slices.get(name) or Slice(0, 0, size, (size, self.inputs))
 
@@ -70,8 +70,8 @@ class Adaptable(NamedTuple):
 
 
 class LoraExperts(NamedTuple):
-    """Of one layer's experts: `up` of the fused gate and up matrices (two parts), `down` of the other; None
-    for what adapters do not change."""
+    """LoRA matrices of one layer's experts: `up` for the fused gate and up matrices (two parts), `down` for
+    the other; None for what adapters do not change."""
 
     up: LoraMatrix | None = None
     down: LoraMatrix | None = None
@@ -90,12 +90,12 @@ class LoraRows(NamedTuple):
     starts: Tensor
 
     def first(self, count: int) -> LoraRows:
-        """Those of the first `count` rows, where no row from there on has a place."""
+        """The first `count` rows alone, where no row from there on has a place."""
         return self._replace(places=self.places[:count], order=self.order[:count])
 
 
 def empty_rows(count: int, places: int, device: torch.device) -> LoraRows:
-    """For up to `count` rows, none of which has a place."""
+    """`LoraRows` for up to `count` rows, none of which has a place."""
     sizes = (count, count, places + 1)
     each, order, starts = (torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
     return LoraRows(each.fill_(-1), order, starts)

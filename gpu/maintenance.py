@@ -34,7 +34,7 @@ class Replaceable(Protocol):
         ...
 
     def use_pool(self, pool: KvPool | None) -> None:
-        """The same for the pages. A new pool is empty."""
+        """Use this pool of pages from now on; None frees the pages. A new pool is empty."""
         ...
 
     def prepare(self) -> object:
@@ -125,8 +125,9 @@ class Maintenance:
         return model
 
     def _load_weights(self, path: str, runner: Replaceable) -> None:
-        """Where memory allows, the new model is complete before the old one goes, and a bad file costs
-        nothing. Where not, or where steps of the new one cannot be captured, the old one is read again."""
+        """Load the weights at `path`. Where memory allows, the new model is complete before the old one goes,
+        and a bad file costs nothing. Otherwise the old one goes first. It is read again after a failure, and
+        where steps of the new one cannot be captured."""
         gone, loaded = not self._both, None
         try:
             if gone:

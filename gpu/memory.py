@@ -26,8 +26,9 @@ CPU_POOL_LIMIT = 4 * GIB
 default model. Who wants more says --mem-fraction or --kv-tokens."""
 
 GPU_FRACTION = 0.9
-"""Of what is left on a GPU beside weights and `Needs`, which are reasoned: the tenth is their error, and
-what fragments. A pool filled to the edge fails in the first hour, not at start."""
+"""Share that pages get of what weights and `Needs` leave on a GPU. `Needs` are reasoned, not measured: the
+tenth that is left covers their error and fragmentation. A pool filled to the edge fails in the first hour,
+not at start."""
 
 SHORTEST_CONTEXT = 512
 """Tokens of the shortest pool that is chosen by itself: one chat turn. An explicit --kv-tokens may
@@ -51,11 +52,11 @@ CHECKPOINTS = 1 / 3
 Qwen3.5-9B takes 50 MiB, like the keys and values of 1,600 tokens: a third is one for every 3,200 tokens."""
 
 COUNT_BYTES = 5
-"""Of a penalised row per vocabulary entry (`gpu.sample.penalties`)."""
+"""Bytes that a penalised row takes per vocabulary entry (`gpu.sample.penalties`)."""
 
 
 def page_dtype(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
-    """What pages hold of a model that computes in `dtype`."""
+    """The dtype of pages for a model that computes in `dtype`."""
     return FP8 if cache.kv_dtype == "fp8" else dtype
 
 
@@ -69,7 +70,7 @@ class Needs(NamedTuple):
     drafts: int = 0
     adapters: int = 0
     page: int = 0
-    """Of a draft model's KV in each page, beside the target's."""
+    """Bytes of a draft model's KV in each page, beside the target's."""
 
     @property
     def fixed(self) -> tuple[int, ...]:
@@ -92,7 +93,7 @@ class MemoryPlan(NamedTuple):
     state_bytes: int = 0
     """Bytes of a checkpoint of linear attention's states."""
     slots: int = 0
-    """That have states."""
+    """Slots that have states of linear attention."""
     slot_bytes: int = 0
     """Bytes of a slot's states of linear attention."""
 
@@ -300,9 +301,10 @@ def _adapters(needs: Needs) -> str:
 
 
 def weight_bytes(spec: ModelSpec, parameters: int, tables: int, dtype: torch.dtype) -> int:
-    """Of so many parameters, `tables` among them. Routers count as 8 bits and scales of those not at all:
-    under 0.1% together. Of 4 bits each group has a scale and a zero point, and layers that a checkpoint
-    excepts count as if it did not, in MXFP4 too; on a CPU their share is known."""
+    """Bytes of so many parameters, `tables` among them. Routers count as 8 bits and the scales of 8-bit
+    weights not at all: under 0.1% together. Weights of 4 bits have a scale and a zero point for each group,
+    and layers that a checkpoint leaves unquantised count as quantised, in MXFP4 too; on a CPU their share is
+    known."""
     if spec.mxfp4 is not None and (moe := spec.moe) is not None:
         packed = 3 * len(moe.layers) * moe.experts * spec.hidden * moe.intermediate
         return (parameters - packed) * dtype.itemsize + packed // 2 + packed // MXFP4_GROUP
@@ -327,7 +329,7 @@ def _weight_name(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 def _budget(left: int, fraction: float, ranks: int, on_cpu: bool) -> int:
-    """What pages may take of what is left for each of `ranks`."""
+    """Bytes that pages of each of `ranks` may take of what is left for each."""
     if fraction:
         return int(left * fraction)
     return min(int(left * CPU_FRACTION), CPU_POOL_LIMIT // ranks) if on_cpu else int(left * GPU_FRACTION)
@@ -339,7 +341,7 @@ def memory_table(plan: MemoryPlan) -> Sequence[str]:
 
 
 def memory_phrases(plan: MemoryPlan) -> tuple[str, ...]:
-    """The same without what was free before, for one line."""
+    """The parts of `plan`, without what was free before, as phrases for one line."""
     return tuple(f"{what} {_gib(size)}" for what, size, _ in _rows(plan)[1:])
 
 

@@ -21,7 +21,8 @@ from gpu.step.shape import Shape
 
 
 class Target(NamedTuple):
-    """Where a model runs, in what dtype, and whether as captured steps: a GPU's, of models that generate."""
+    """The device and dtype that a model runs in, and whether its steps are captured: on a GPU, for models
+    that generate."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,9 +41,9 @@ class Sizes(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a runner is made of. `rank`: which it is of several; `spec` is that of its part. `paced`: it
-    measures what chunks cost when it starts. `progress` is told what making it waits for, as a stage and the
-    share of it that is done. `kernels`: a CPU's; None: torch's operations alone."""
+    """What a runner is made of. `rank` is this runner's rank of several; `spec` is that of its part. With
+    `paced` it measures what chunks cost when it starts. `progress` is told what making it waits for, as a
+    stage and the share of it that is done. `kernels` are a CPU's; None: torch's operations alone."""
 
     spec: ModelSpec
     target: Target
@@ -57,7 +58,7 @@ class Parts(NamedTuple):
     kernels: Kernels | None = None
 
     def shape(self, page_size: int, chunks: int) -> Shape:
-        """Of a runner whose steps have up to so many `chunks`."""
+        """The shape of a runner whose steps have up to so many `chunks`."""
         spec, (rows, tokens, context) = self.spec, self.sizes
         pages, hidden = -(-context // page_size), HiddenShape(spec.hidden, self.target.dtype)
         drafts = 0 if self.draft is None else self.draft.most

@@ -83,7 +83,7 @@ class PeerGroup(RankGroup):
 
 
 class PeerRank(Rank):
-    """One of them. Owner: its launch thread."""
+    """One rank of a `PeerGroup`. Owner: its launch thread."""
 
     def __init__(
         self,

@@ -23,7 +23,8 @@ Head = Callable[[torch.Tensor, int], torch.Tensor]
 def score_prompts(
     head: Head, kernels: SamplingKernels, hidden: torch.Tensor, packed: PackedRows
 ) -> dict[int, PromptScores]:
-    """Of every asking chunk, by its slot; `hidden` [n, hidden] is the step's, `packed` says whose it is."""
+    """Scores of every chunk that asks for them, by its slot; `hidden` [n, hidden] is the step's, `packed`
+    says whose it is."""
     return {
         chunk.slot: _score(head, kernels, packed.of_chunk(hidden, at), chunk)
         for chunk, at in zip(packed.plan.chunks, packed.chunks, strict=True)

@@ -50,8 +50,8 @@ class RankGroup:
 
 
 class Rank:
-    """One of a group, and its way to the others. All ranks get equal bits: sampling relies on it. A tensor
-    that was given stays as it is until the rank's next call has returned. Owner: its launch thread."""
+    """One rank of a group, and its way to the others. All ranks get equal bits: sampling relies on it. A
+    tensor that was given stays as it is until the rank's next call has returned. Owner: its launch thread."""
 
     def __init__(self, group: RankGroup, number: int) -> None:
         self.shard = Shard(number, group.ranks)

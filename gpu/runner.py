@@ -335,7 +335,7 @@ class ModelRunner:
         return self._measure()
 
     def _warm(self, key: StepKey) -> Work:
-        """What launches each kernel of a key's work once."""
+        """Work that launches each kernel of a key once."""
         if isinstance(key, Forward):
             return partial(self._forward, key, brief=True)
         return partial(self._run, key)

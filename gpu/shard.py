@@ -42,7 +42,7 @@ ROW = Split(1)
 
 
 class Slice(NamedTuple):
-    """Of a tensor of `shape` those `size` entries of dimension `dim` that begin at `start`."""
+    """The `size` entries from `start` on along dimension `dim` of a tensor of `shape`."""
 
     dim: int
     start: int
@@ -55,17 +55,17 @@ class Slice(NamedTuple):
 
     @property
     def transposed(self) -> Slice:
-        """The same of a matrix whose sides are exchanged."""
+        """The same slice of the transposed matrix."""
         return Slice(1 - self.dim, self.start, self.size, self.shape[::-1])
 
 
 Slices = Mapping[str, Slice]
-"""By checkpoint name, of tensors that a rank holds a part of."""
+"""Slices by checkpoint name, for the tensors of which a rank holds a part."""
 
 
 def slice_of(shard: Shard, shape: tuple[int, ...], split: Split, copies: int = 1) -> Slice:
-    """What `shard` holds of a tensor of which each rank has room for `shape`. `copies` neighbours hold the
-    same."""
+    """The part that `shard` holds of a tensor for which each rank has room for `shape`. `copies` neighbours
+    hold the same part."""
     size = shape[split.dim]
     total = split.total or size * shard.ranks // copies
     start = min(size * (shard.rank // copies), total)

@@ -18,11 +18,12 @@ CPU_ROWS = 64
 """Requests that run at once on a CPU: past this a step is compute-bound and rows only wait longer."""
 
 CUDA_ROWS = 512
-"""The same on a GPU: a step of the models this is made for then takes some 25 ms, and each row more adds
-little to the throughput and its whole to everybody's time between tokens."""
+"""Requests that run at once on a GPU: a step of the models this is made for then takes some 25 ms. Each
+further row adds little to the throughput and its whole cost to everybody's time between tokens."""
 
 LINEAR_ROWS = 128
-"""The same where each has states of linear attention: 50 MiB of a Qwen3.5-9B, 75 of a Qwen3-Next."""
+"""Requests that run at once where each has states of linear attention: 50 MiB of a Qwen3.5-9B, 75 of a
+Qwen3-Next."""
 
 CPU_STEP = 2048
 CUDA_STEP = 8192
@@ -30,12 +31,12 @@ CUDA_STEP = 8192
 together (256 at a time) and 22% more of its prompts, tiles of the experts tuned in between; nothing on 8B."""
 
 INT8_STEP = 512
-"""The same of a CPU with dense matrices of 8 bits, which multiplies 256 rows at once at most. It reads
-prompts as fast as in steps of 2,048, which of 1,023 tokens of a 1.5B take 40 MiB more."""
+"""Tokens of a step on a CPU with dense matrices of 8 bits, which multiplies at most 256 rows at once. It
+reads prompts as fast as in steps of 2,048, which take 40 MiB more for 1,023 tokens of a 1.5B."""
 
 
 def with_budget(schedule: ScheduleConfig, device: torch.device, int8: bool = False) -> ScheduleConfig:
-    """With the tokens of a step settled; `int8`: by a CPU with dense matrices of 8 bits."""
+    """`schedule` with the tokens of a step settled; `int8`: for a CPU with dense matrices of 8 bits."""
     usual = CPU_STEP if device.type == "cpu" else CUDA_STEP
     if int8:
         usual = max(INT8_STEP, min(schedule.max_running, usual))
@@ -48,7 +49,8 @@ def with_budget(schedule: ScheduleConfig, device: torch.device, int8: bool = Fal
 def choose_sizes(
     spec: ModelSpec, model: ModelConfig, schedule: ScheduleConfig, device: torch.device
 ) -> Sizes:
-    """Of an executor; the tokens of a step are settled. Raises `ConfigError` for what does not fit."""
+    """The sizes of an executor whose tokens of a step are settled. Raises `ConfigError` for what does not
+    fit."""
     return Sizes(_rows(spec, schedule, device), schedule.step_tokens, _context(spec, model, schedule))
 
 

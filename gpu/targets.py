@@ -27,7 +27,7 @@ from gpu.weight_formats import is_quantised
 log = logging.getLogger(__name__)
 
 THREADS = torch.get_num_threads()
-"""Of products on a CPU, which its ranks share."""
+"""Threads of products on a CPU, which its ranks share."""
 
 
 class MostExchanged(NamedTuple):
@@ -63,7 +63,8 @@ def _facts(model: ModelConfig, parallel: ParallelConfig, replica: int) -> CudaFa
 def choose_targets(
     spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, replica: int
 ) -> Sequence[Target]:
-    """Of each rank of a replica: a GPU of its own, or the CPU that all share. Raises `ConfigError`."""
+    """The target of each rank of a replica: a GPU of its own, or the CPU that all share. Raises
+    `ConfigError`."""
     facts = _facts(model, parallel, replica)
     local = range(parallel.local_ranks)
     devices = [choose_device(model.device, facts, parallel.gpu(replica, rank)) for rank in local]

@@ -18,7 +18,7 @@ from gpu.weights.int4 import EIGHT
 
 
 def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
-    """How the layers' matrices run in FP8. Raises `ConfigError` where they were asked to and cannot."""
+    """How the layers' matrices run in FP8. Raises `ConfigError` where FP8 was asked for and they cannot."""
     reason = ""
     if spec.transformers:
         reason = _through_transformers(spec, target)
@@ -72,13 +72,13 @@ def choose_int4(spec: ModelSpec, model: ModelConfig, target: Target) -> Int4 | N
 
 
 def choose_mxfp4(spec: ModelSpec, model: ModelConfig, target: Target) -> Mxfp4 | None:
-    """How experts run in MXFP4: as `choose_int4`."""
+    """How experts run in MXFP4; see `choose_int4`."""
     runs = target.captures(spec) and target.dtype == torch.bfloat16
     return spec.stored_mxfp4 if runs and model.quantization == "auto" else None
 
 
 def is_quantised(spec: ModelSpec) -> bool:
-    """Whether the checkpoint is."""
+    """Whether the checkpoint is quantised."""
     stored = spec.stored_fp8, spec.stored_int4, spec.stored_w8a8, spec.stored_mxfp4, spec.stored_gguf
     return any(each not in ("", None, False) for each in stored)
 
@@ -100,7 +100,7 @@ def choose_q4(spec: ModelSpec, model: ModelConfig, target: Target) -> float:
 
 
 def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """Of one of so many ranks. Raises `ConfigError` where these do not divide the model."""
+    """The spec of one of so many ranks. Raises `ConfigError` where these do not divide the model."""
     own = spec.shard(ranks)
     if own.int4 is not None:
         _check_groups(own, own.int4)

@@ -135,8 +135,8 @@ class Worker:
             log.exception("the device's memory was not given back")
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Either thread. One that dies, say because it cannot enter the device, posts a failure: others wait
-        for its results."""
+        """Run the `work` of either thread. A thread that dies, say because it cannot enter the device, posts
+        a failure: others wait for its results."""
         death = self._attempt(-1, work)
         if death is not None:
             self._post(death)
@@ -153,7 +153,7 @@ class Worker:
                 if self._failed.is_set():
                     continue
                 if isinstance(plan, Command):
-                    # Of no step; a failure ends the executor all the same.
+                    # A command is of no step; a failure ends the executor all the same.
                     done = self._attempt(-1, partial(self._runner.carry_out, plan))
                     if isinstance(done, Future):
                         done.add_done_callback(self._post_later)
@@ -163,7 +163,7 @@ class Worker:
                     self._launched.put(self._attempt(plan.step, partial(self._runner.launch, plan)))
 
     def _post_later(self, done: Future[CommandDone]) -> None:
-        """A thread of the runner's: a command is carried out, behind whatever steps."""
+        """Post a command that is carried out, from a thread of the runner's, behind whatever steps."""
         if not done.cancelled():
             self._post(self._attempt(-1, done.result))
 

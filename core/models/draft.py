@@ -63,7 +63,7 @@ class DraftSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     algorithm: Algorithm
     decoder: ModelSpec
-    """Of the draft's own layers; its vocabulary is the target's."""
+    """Spec of the draft's own layers; its vocabulary is the target's."""
     draft_vocab: int
     """Tokens the draft can propose."""
     target_hidden: int
@@ -74,7 +74,7 @@ class DraftSpec(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     """How many tokens the checkpoint says to draft, 0: it does not say."""
     own: frozenset[str] = frozenset()
-    """Those of embed_tokens.weight, lm_head.weight, d2t and fc.bias that the checkpoint has; without them
+    """Which of embed_tokens.weight, lm_head.weight, d2t and fc.bias the checkpoint has; without them
     embedding and head are the target's. As read from a config: those it must have."""
     norm_before_residual: bool = False
     """EAGLE-3: the residual begins with the normed hidden state."""
@@ -307,7 +307,7 @@ def _tokens(fields: Fields) -> int:
 
 
 def _needed(spec: DraftSpec) -> frozenset[str]:
-    """What the target cannot lend."""
+    """Names of the tensors that the target cannot lend."""
     decoder = spec.decoder
     reduced = spec.draft_vocab != decoder.vocab_size
     other = decoder.hidden != spec.target_hidden

@@ -133,6 +133,7 @@ def nearest(name: str, served: Iterable[str]) -> str:
 
 
 def _likeness(one: str, other: str) -> tuple[int, float]:
-    """With how many equal characters two names begin, since the family comes first; then their similarity."""
+    """The number of characters that two names share at the beginning, since the family comes first; then
+    their similarity."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     return same, difflib.SequenceMatcher(None, one, other).ratio()

@@ -65,7 +65,7 @@ class GgufFacts(NamedTuple):
 
 
 def gguf_facts(fields: Mapping[str, Any], tensors: Iterable[Any]) -> GgufFacts:
-    """Of metadata, and tensors as the package gguf reads them."""
+    """The facts of metadata and tensors as the package gguf reads them."""
     listed = list(tensors)
     return GgufFacts(
         fields,
@@ -87,7 +87,7 @@ def gguf_parts(name: str) -> list[str]:
 
 
 def gguf_stem(name: str) -> str:
-    """What a file of that name is called without its end, and a split one without the number of its first."""
+    """The name of a file without its end, and that of a split one without the number of its first part."""
     named = _PART.fullmatch(name)
     return name.removesuffix(".gguf") if named is None else named[1]
 
@@ -133,7 +133,7 @@ class _File:
         return found
 
     def number(self, name: str, default: float | None = None) -> float:
-        """As `size`."""
+        """A number; without a default it must be there."""
         found = self.want(name) if default is None else self.get(name, default)
         try:
             return _decimal(float(found))
@@ -172,7 +172,7 @@ def gguf_config(facts: GgufFacts) -> dict[str, Any]:
         "architectures": [GGUF_ARCHITECTURES[file.kind][0]],
         "vocab_size": embedding[-1],
         "hidden_size": hidden,
-        # Of Qwen3.5's models with experts none has another MLP.
+        # Qwen3.5's models with experts have no other MLP.
         "intermediate_size": file.get("feed_forward_length") or file.want("expert_feed_forward_length"),
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
@@ -245,7 +245,8 @@ def _layer_types(file: _File) -> dict[str, Any]:
 
 
 def _gpt_oss(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What clamps its gates is in no file: the same in every released model."""
+    """The numbers that clamp the gates of gpt-oss are in no file: they are the same in every released
+    model."""
     found = {
         "num_local_experts": file.want("expert_count"),
         "num_experts_per_tok": file.want("expert_used_count"),
@@ -269,7 +270,7 @@ def _expert_formats(file: _File, layer: int) -> list[str | None]:
 
 
 _SCORES: Mapping[int, str] = {1: "softmax", 2: "sigmoid"}
-"""By the values of `expert_gating_func`, but for 0: it is not known."""
+"""How experts are scored, by the value of `expert_gating_func`; 0 does not say it."""
 
 _GROUPS: Mapping[int, tuple[int, int]] = {160: (8, 3), 256: (8, 4)}
 """Groups of experts and how many of them a token has, by the number of experts: of DeepSeek V2, and of V3 and
@@ -354,7 +355,7 @@ def _latents(file: _File) -> dict[str, Any]:
 
 
 def _llama(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
-    """With experts it is Mixtral."""
+    """Llama, or with experts Mixtral."""
     if not file.get("expert_count"):
         return {}
     experts = {
@@ -379,7 +380,7 @@ def _phi(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_moe(file: _File, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of Qwen2-MoE, the first, experts' weights are left as they are. Qwen3-MoE has no shared expert."""
+    """Qwen2-MoE, the first, leaves experts' weights as they are. Qwen3-MoE has no shared expert."""
     found = {
         "num_experts": file.want("expert_count"),
         "num_experts_per_tok": file.want("expert_used_count"),

@@ -44,7 +44,7 @@ def qwen3_next(fields: Fields) -> ModelSpec:
 
 def qwen3_5(fields: Fields) -> ModelSpec:
     """Qwen3_5ForCausalLM, and the language model of Qwen3_5ForConditionalGeneration: dense, with projections
-    that are not mixed. Of the positions in an image's grid text has one alone, so that its rope is plain."""
+    that are not mixed. Text has one position alone of those in an image's grid, so that its rope is plain."""
     return _hybrid(fields.over(_SIZES), mixed=False)
 
 

@@ -41,7 +41,7 @@ def fp8_scaling(config: Config) -> Fp8:
 
 
 def _is_fp8(group: object) -> bool:
-    """Of compressed-tensors: one scheme and the layers it is for."""
+    """Whether a group of compressed-tensors (one scheme and the layers it is for) is FP8."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping) or (weights.get("type"), weights.get("num_bits")) != ("float", 8):
         return False
@@ -121,7 +121,7 @@ class _Scheme:
         return tuple(f"re:{each}" for each in expressions)
 
     def inside(self, name: str, absent: Config | None = None) -> _Scheme:
-        """Those of the object `name`; `absent` where it is missing."""
+        """The fields of the object `name`; `absent` where it is missing."""
         found = self._config.get(name)
         found = absent if found is None else found
         if not isinstance(found, Mapping):
@@ -129,7 +129,7 @@ class _Scheme:
         return _Scheme(found, f"{self._where}: {name}")
 
     def inner(self) -> list[_Scheme]:
-        """Those of every object in here."""
+        """The fields of every object in here."""
         return [self.inside(name) for name in self._config]
 
 
@@ -158,7 +158,7 @@ def _gptq(scheme: _Scheme) -> Int4:
 
 
 def _layers(scheme: _Scheme) -> tuple[list[_Scheme], tuple[str, ...]]:
-    """Of compressed-tensors: the groups, each of all linear layers, and the layers that are not quantised."""
+    """The groups of compressed-tensors, each of all linear layers, and the layers that are not quantised."""
     scheme.want("kv_cache_scheme", None)
     scheme.want("transform_config", {}, absent={})
     scheme.inside("sparsity_config", {}).want("format", "dense", absent="dense")

@@ -26,7 +26,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Defaults(NamedTuple):
-    """What a family's config means where it is silent. `head_dim` 0: hidden_size / num_attention_heads."""
+    """A family's defaults for what its config leaves out. `head_dim` 0: hidden_size / num_attention_heads."""
 
     max_position: int
     head_dim: int = 0
@@ -142,7 +142,7 @@ def olmo2(fields: Fields) -> ModelSpec:
 
 def olmo3(fields: Fields) -> ModelSpec:
     """Olmo3ForCausalLM: OLMo 2 in which three layers of four slide. Only the others' rope is scaled."""
-    # Of all layers, as transformers 4 read it; 5 forgets it for those that slide.
+    # transformers 4 reads it for all layers; 5 forgets it for those that slide.
     theta = fields.number("rope_theta", 500000.0)
     positions = fields.size("max_position_embeddings", 2048)
     rope, window_rope = read_ropes(fields, positions, (theta, theta))
@@ -175,7 +175,7 @@ _GEMMA_2: Mapping[str, object] = {
     "vocab_size": 256000,
 }
 _GEMMA_3: Mapping[str, object] = {**_GEMMA, "max_position_embeddings": 131072, "vocab_size": 262208}
-"""What the configs mean where they are silent, as many of Gemma 3 are even of the number of heads."""
+"""Defaults for what the configs leave out; many of Gemma 3 leave out even the number of heads."""
 
 
 def gemma2(fields: Fields) -> ModelSpec:
@@ -283,7 +283,8 @@ def qwen3_moe(fields: Fields) -> ModelSpec:
 
 
 def _sparse_layers(fields: Fields, spec: ModelSpec) -> frozenset[int]:
-    """Of Qwen's: layer i where (i + 1) divides by the step and no list says dense."""
+    """The sparse layers of Qwen's models: layer i where (i + 1) divides by the step and no list says
+    dense."""
     step = fields.size("decoder_sparse_step", 1)
     dense = set(fields.integers("mlp_only_layers"))
     return frozenset(i for i in range(spec.layers) if i not in dense and (i + 1) % step == 0)
@@ -302,7 +303,7 @@ def with_experts(fields: Fields, spec: ModelSpec, moe: MoeSpec) -> ModelSpec:
 
 
 def common(fields: Fields, defaults: Defaults, **facts: Any) -> ModelSpec:
-    """What all families spell alike, with further `facts` of the spec."""
+    """A spec from the fields that all families spell alike, with further `facts`."""
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -366,7 +367,7 @@ def refuse_quantised(fields: Fields, int4: bool = True, mxfp4: bool = False) -> 
 
 
 def activation_of(fields: Fields, name: str, default: str = "") -> str:
-    """The MLP's, by its `name` in the config."""
+    """The MLP's activation, by its `name` in the config."""
     activation = fields.text(name, default)
     if activation not in ACTIVATIONS:
         raise fields.wrong(name, "one of " + ", ".join(ACTIVATIONS))
@@ -374,7 +375,7 @@ def activation_of(fields: Fields, name: str, default: str = "") -> str:
 
 
 def dtype_of(fields: Fields) -> str:
-    """The checkpoint's, under its old or its new name."""
+    """The checkpoint's dtype, under its old or its new name."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     dtype = fields.text(name, "float32")
     if dtype not in DTYPES:

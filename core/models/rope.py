@@ -25,8 +25,8 @@ def read_rope(fields: Fields, max_position: int, theta: float = 10000.0) -> Rope
 
 
 def read_ropes(fields: Fields, max_position: int, thetas: tuple[float, float]) -> tuple[RopeSpec, RopeSpec]:
-    """Of layers that see all positions, and of those with a window, each with its own of `thetas` where
-    `rope_parameters` has none for it. `rope_scaling` is for the former alone. Raises as `read_rope`."""
+    """The ropes of layers that see all positions, and of those with a window, each with its own of `thetas`
+    where `rope_parameters` has none for it. `rope_scaling` is for the former alone. Raises as `read_rope`."""
     name = "rope_parameters"
     groups = fields.group(name)
     if not groups.keys() <= {"full_attention", "sliding_attention"}:
@@ -42,7 +42,7 @@ def read_ropes(fields: Fields, max_position: int, thetas: tuple[float, float]) -
 
 
 def _read(fields: Fields, rope: Fields, max_position: int, theta: float) -> RopeSpec:
-    """Of `rope`, an object of the config `fields`."""
+    """The rope of `rope`, an object of the config `fields`."""
     theta = rope.number("rope_theta", theta)
     if theta <= 1:
         raise rope.wrong("rope_theta", "above 1")
@@ -103,7 +103,7 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
 
 
 def _mscale(rope: Fields, name: str) -> float:
-    """One of DeepSeek's; 0 where it is absent, and where it is 0."""
+    """One of DeepSeek's two mscale fields; 0 where it is absent, and where it is 0."""
     return 0.0 if rope.without().get(name) in (None, 0) else rope.number(name)
 
 

@@ -24,7 +24,7 @@ Fp8 = Literal["", "rows", "blocks"]
 """How e4m3 matrices are scaled: by a number for each output, or for each block of 128 x 128; "": not e4m3."""
 
 Int4Format = Literal["awq", "gptq", "gptq_v2", "pack-quantized"]
-"""Whose tensors hold 4-bit weights. GPTQ's first format has zero points less 1."""
+"""Format of the tensors that hold 4-bit weights. GPTQ's first format has zero points less 1."""
 
 Held8 = Literal["", "int8"]
 """Whether matrices have 8-bit integers with a scale for each output (`gpu.quant.int8`)."""
@@ -36,7 +36,7 @@ QkNorm = Literal["", "head", "all"]
 together; "": none."""
 
 Scores = Literal["softmax", "sigmoid"]
-"""Of experts, over all of a layer's together or each by itself."""
+"""How experts are scored: over all of a layer's together, or each by itself."""
 
 Norms = Literal["before", "behind", "both"]
 """Where attention and MLP are normed: what goes in, what comes out and joins the residual, or both."""
@@ -157,10 +157,10 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint has the matrices of all experts in one tensor [experts, inputs, outputs], gate and up as
     every other output."""
     shared_gate: bool = True
-    """It is multiplied by a gate of its own."""
+    """The output of the shared expert is multiplied by a gate of its own."""
     scores: Scores = "softmax"
-    """With "sigmoid" experts are chosen by their scores plus a bias, which the checkpoint has, and weighed
-    without it."""
+    """With "sigmoid" experts are chosen by their scores plus a bias that the checkpoint has, and weighed by
+    their scores without it."""
     groups: int = 1
     top_groups: int = 1
     """A token's experts are of the best `top_groups` of so many groups of neighbours: those whose best expert
@@ -183,15 +183,15 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     nope_dim: int
     """Dimensions of a head's query and key without rope. They stand before the rotated ones."""
     value_dim: int
-    """Of a head's values."""
+    """Dimensions of a head's values."""
     q_rank: int = 0
-    """Queries are made of so many numbers, which are normed; 0: of the hidden state."""
+    """Queries are made of a normed vector of this size; 0: of the hidden state."""
     interleaved: bool = True
     """Neighbouring dimensions rotate together, not those half of `rope_dim` apart."""
 
     @property
     def query_dim(self) -> int:
-        """Of a head's query, before it meets the latents."""
+        """Dimensions of a head's query, before it meets the latents."""
         return self.nope_dim + self.rope_dim
 
 
@@ -220,7 +220,7 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
 
@@ -274,7 +274,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Positions a token sees, itself included, in `window_layers`; 0: no such layers."""
     window_layers: frozenset[int] = frozenset()
     window_rope: RopeSpec | None = None
-    """Of `window_layers`; None: `rope`, as of the others."""
+    """Rope of `window_layers`; None: `rope`, as of the others."""
     nope_layers: frozenset[int] = frozenset()
     """Layers whose queries and keys are not rotated (NoPE)."""
     table_scale: float = 1.0
@@ -283,20 +283,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     """What all embeddings are multiplied by."""
     residual_scale: float = 1.0
-    """What attention and MLP add is multiplied by it."""
+    """Factor of what attention and MLP add."""
     attention_scale: float = 0.0
     """Scores are multiplied by it; 0: by 1 / sqrt(head_dim)."""
     attention_cap: float = 0.0
     """Scores s become cap · tanh(s / cap) before the softmax; 0: they are left."""
     sinks: bool = False
-    """Each query head has a score more in its softmax, learned, of a key without a value."""
+    """Each query head has one more score in its softmax, learned, for a key without a value."""
     logits_scale: float = 1.0
     logits_cap: float = 0.0
-    """The same of logits."""
+    """Logits are capped as scores are by `attention_cap`; 0: they are left."""
     output_gate: bool = False
     """Attention outputs are multiplied by a sigmoid gate, which q_proj computes beside each head's query."""
     linear: LinearSpec | None = None
-    """Of a hybrid model; its other layers attend."""
+    """Linear attention of a hybrid model; its other layers attend."""
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
     """None: keys and values are held for each head."""
@@ -316,25 +316,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The config.json of a model that runs through the class of its architecture in transformers; "": it runs
     by layers of our own."""
     parameters: int = 0
-    """Of a model that runs through transformers, counted: `num_parameters`."""
+    """Counted parameters of a model that runs through transformers: `num_parameters`."""
     uncaptured: bool = False
     """Its forward waits for the device, so that no CUDA graph can hold it."""
     stored_int4: Int4 | None = None
     """How the checkpoint's matrices lie if they have 4 bits."""
     int4: Int4 | None = None
-    """As `fp8`: the layers' matrices have 4 bits while serving, those that the checkpoint has so."""
+    """The layers' matrices that the checkpoint has in 4 bits stay so while serving; chosen as `fp8` is."""
     stored_w8a8: W8A8 | None = None
     """Which of the checkpoint's matrices are int8."""
     w8a8: W8A8 | None = None
-    """As `fp8`: the layers' matrices are int8 while serving."""
+    """The layers' matrices are int8 while serving; chosen as `fp8` is."""
     stored_mxfp4: Mxfp4 | None = None
     """How the checkpoint's experts lie if they are MXFP4."""
     mxfp4: Mxfp4 | None = None
-    """As `int4`, of experts alone: the others are in the dtype of the computation."""
+    """As `int4`, for experts alone: the others are in the dtype of the computation."""
     stored_gguf: bool = False
     """The checkpoint is a .gguf file whose matrices are quantised, the tables among them."""
     int8: bool = False
-    """As `fp8`: matrices that the checkpoint has quantised are 8-bit integers while serving, on a CPU."""
+    """Matrices that the checkpoint quantises are 8-bit integers while a CPU serves; chosen as `fp8` is."""
     q4_share: float = 0.0
     """Share of the weights that a .gguf file has in 4 bits; with `int8`, that are served in 4 bits."""
     ranks: int = 1
@@ -369,7 +369,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def eight_bits(self) -> Fp8 | W8A8:
-        """The same of matrices and experts whose products take rows of 8 bits, too; "": they do not."""
+        """How matrices and experts are held whose products take rows of 8 bits, too; "": they do not."""
         return self.w8a8 or self.fp8
 
     @property
@@ -407,8 +407,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """Of a layer's KV cache: KV heads, head_dim, and how many of a key's first columns are its value; 0:
-        values lie beside keys, as wide."""
+        """The shape of a layer's KV cache: KV heads, head_dim, and how many of a key's first columns are its
+        value; 0: values lie beside keys, as wide."""
         return self.kv_heads, self.head_dim, self.latent.kv_rank if self.latent else 0
 
     @property
@@ -422,7 +422,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.vocab_size // self.ranks)
 
     def shard(self, count: int) -> ModelSpec:
-        """Of one of `count` ranks. Raises `ConfigError` with the sizes that `count` does not divide."""
+        """Spec of one of `count` ranks. Raises `ConfigError` with the sizes that `count` does not divide."""
         if count == 1:
             return self
         if not self.causal:
@@ -464,14 +464,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.sliding_window if layer in self.window_layers else 0
 
     def table_parameters(self) -> int:
-        """Those of `num_parameters` outside of layers: the embedding, positions, the head."""
+        """Parameters of `num_parameters` outside of layers: the embedding, positions, the head."""
         total = self.vocab_rows * self.hidden * (1 if self.tied or self.task != "generate" else 2)
         if self.encoder is not None:
             total += self.max_position * self.hidden
         return total
 
     def _attention_parameters(self) -> int:
-        """Those of one layer."""
+        """Parameters of one layer's attention."""
         if (latent := self.latent) is None:
             return self.hidden * ((2 + self.output_gate) * self.q_size + 2 * self.kv_size)
         queries = self.heads * latent.query_dim

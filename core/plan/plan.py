@@ -129,7 +129,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     The first `common` tokens of all decode rows are the same and in the same, whole pages. No decode row sees
     more than `keys` keys.
 
-    `saves` has at most `MOST_SAVES` of a slot. What they keep, slots of later plans can start from.
+    `saves` has at most `MOST_SAVES` of a slot. Slots of later plans can start from what they keep.
 
     `adapters`: at least one row's slot has an adapter.
 

@@ -26,7 +26,7 @@ output token's that is computed), or every token's that is computed. Where the c
 classes, `first` and `last` are what it says of that token."""
 
 OF_CACHED: frozenset[Hidden] = frozenset({"none", "last", "output"})
-"""Those for which all but the last token of a prompt may come from the prefix cache."""
+"""Values of `Hidden` for which all but the last token of a prompt may come from the prefix cache."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens whose log-probabilities are reported too, after the most likely ones."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     prompt_logprobs: int = -1
-    """The same for prompt tokens from `prompt_logprobs_start` on."""
+    """Like `logprobs`, for prompt tokens from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0
     prompt_logprob_ids: tuple[int, ...] = ()
     """Like `logprob_ids`, at every reported prompt position."""

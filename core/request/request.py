@@ -115,11 +115,12 @@ class Request(msgspec.Struct, eq=False):
     state: State = State.WAITING
     output: list[int] = []
     prompt_logprobs: list[PromptLogprobs] = []
-    """In the order of results, by ascending `start`; complete when the first token comes."""
+    """Log-probabilities in the order of results, by ascending `start`; complete when the first token
+    comes."""
     hidden: list[Floats] = []
     """Requested hidden states as results bring them, float32 [n, width] each."""
     experts: list[Ints] = []
-    """The same for requested experts, int32 [n, layers, experts per token] each."""
+    """Requested experts as results bring them, int32 [n, layers, experts per token] each."""
     slot: int = 0
     hold: Hold | None = None
     cached: int = 0

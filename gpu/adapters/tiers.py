@@ -39,8 +39,8 @@ class AdapterTiers:
         self._arena = torch.empty(limits.host, layout.bytes, dtype=torch.uint8)
         self._free = list(range(limits.host))
         self._buffers: dict[str, int] = {}
-        """Of the adapters that are there. Changed by single operations of a list and a dictionary, so that
-        reading threads may, too."""
+        """Host buffers of the adapters that are there. Changed by single operations of a list and a
+        dictionary, so that reading threads may, too."""
         self._stream: Any = None
         if device.type == "cuda":
             # Not torch's pinned memory: it rounds sizes up to powers of two.
@@ -48,7 +48,7 @@ class AdapterTiers:
             torch.cuda.check_error(
                 cuda.cudart().cudaHostRegister(self._arena.data_ptr(), self._arena.nbytes, 0)
             )
-            # Of the pool of prioritised streams: torch hands out the others in turn, so that after many
+            # A stream of the prioritised pool: torch hands out the others in turn, so that after many
             # captures this one could be the one that is captured.
             self._stream = cuda.Stream(device, priority=-1)
 
@@ -94,8 +94,9 @@ class AdapterTiers:
         try:
             with device_thread(self._device):
                 if self._device.type == "cuda":
-                    # Of this one: others would take the cores of the threads that serve, and wait busily in
-                    # between. On two busy cores a read of 87 MB took 0.6 s with one, and 4 to 20 with two.
+                    # This thread alone: others would take the cores of the threads that serve, and wait
+                    # busily in between. On two busy cores a read of 87 MB took 0.6 s with one, and 4 to 20
+                    # with two.
                     torch.set_num_threads(1)
                 self._read(path, self._layout.views(self._arena[buffer : buffer + 1]))
             self._buffers[adapter] = buffer

@@ -73,7 +73,7 @@ class PhaseAttention(Protocol):
     def attend(
         self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor, sinks: Tensor | None = None
     ) -> None:
-        """As `AttentionBackend.attend` over the layer's `cache`, of this phase's rows alone, into `out`
+        """Like `AttentionBackend.attend` over the layer's `cache`, for this phase's rows alone, into `out`
         [N, heads * head_dim]. Decode may write all rows that the graph has for it; prefill comes after and
         writes those of chunks alone."""
         ...
@@ -127,7 +127,7 @@ class AttentionConfig(NamedTuple):
 def attention_config(
     spec: ModelSpec, page_size: int, max_rows: int, dtype: torch.dtype, device: torch.device, gpu: CudaFacts
 ) -> AttentionConfig:
-    """Of a model's layers, on this device."""
+    """The configuration for a model's layers on this device."""
     return AttentionConfig(
         heads=spec.heads,
         kv_heads=spec.kv_heads,

@@ -24,7 +24,7 @@ class CpuAttention(TorchAttention):
         super().__init__(windows, scale)
         self.kernels, self._score_scale = kernels, scale
         self._rows: DecodeRows | None = None
-        """Those of the step; None: torch attends."""
+        """The decode rows of the step; None: torch attends."""
 
     def _plan_decode(self, view: StepView, rows: int, windows: set[int]) -> None:
         self._rows = None
@@ -58,5 +58,5 @@ class CpuAttention(TorchAttention):
 
 
 def cpu_attention(spec: ModelSpec, kernels: Kernels) -> CpuAttention:
-    """Of a model's layers."""
+    """Attention for a model's layers."""
     return CpuAttention([spec.window(layer) for layer in range(spec.layers)], spec.softmax_scale, kernels)

@@ -30,8 +30,8 @@ from gpu.memory import available_bytes
 log = logging.getLogger(__name__)
 
 SHARE = 2
-"""One compiler for so many CPUs. The event loop, a rank's two threads and, during the start, Triton's
-compiler have the others to themselves: at nice 19 a compiler still delays what wakes up on its CPU."""
+"""CPUs for each compiler. The event loop, a rank's two threads and, during the start, Triton's compiler have
+the others to themselves: at nice 19 a compiler still delays what wakes up on its CPU."""
 
 UNIT_BYTES = 4 * 2**30
 """Memory of a compiler: for one of the ten units of heads of 128 nvcc 13.0 took 3.5 GiB and 60 s of a CPU."""

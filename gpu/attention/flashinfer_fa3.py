@@ -10,8 +10,8 @@ cuts the keys among all.
 
 Steps that can hold long chunks launch two kernels, one that reads packed keys
 (`gpu.kernels.attention.kv_packing`) and one that reads pages; which of them has work is decided on the
-device. FA3 cannot read float8 pages if queries have 16 bits. Of float8 pages, keys are packed in 16 bits for
-FA3, and steps that are not packed run `gpu.kernels.attention.prefill`.
+device. FA3 cannot read float8 pages if queries have 16 bits. With float8 pages, keys are packed in 16 bits
+for FA3, and steps that are not packed run `gpu.kernels.attention.prefill`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ PAIRS_PER_KEY = 1500
 some 2 ns a key of 8 KV heads, and saves 5 ps a pair of 32 query heads."""
 
 PACK_BYTES = 128 * 2**20
-"""Of packed keys and values: 32,768 tokens of 8 heads of 128. Of a step with more all stay."""
+"""Most bytes of packed keys and values: 32,768 tokens of 8 heads of 128. In a step with more, all stay in
+their pages."""
 
 KEYS_PER_TOKEN = 4
 """Packed keys that a graph has room for, by its tokens: what packs is launched for all of its room, and 5 us

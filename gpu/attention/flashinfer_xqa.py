@@ -27,7 +27,7 @@ SCRATCH = 8 << 20
 of each, 4.4 MB on 132."""
 
 SEMAPHORES = 2
-"""Of a row's KV head: one per 32 query heads that share it. The kernel leaves them at zero."""
+"""Semaphores of a row's KV head: one per 32 query heads that share it. The kernel leaves them at zero."""
 
 
 def check_xqa(config: AttentionConfig) -> None:

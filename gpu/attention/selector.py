@@ -30,19 +30,19 @@ BACKENDS: Mapping[tuple[Phase, str], Callable[[AttentionConfig], PhaseAttention]
 """Each raises `ConfigError` with the reason where it cannot run."""
 
 BEST: Mapping[Phase, tuple[str, ...]] = {"prefill": ("flashinfer", "triton"), "decode": ("triton",)}
-"""By phase the backends to try, the quickest first. On an H200, 32 query and 8 KV heads of 128, TFLOP/s of
+"""The backends to try by phase, the quickest first. On an H200, 32 query and 8 KV heads of 128, TFLOP/s of
 FA3 and of our prefill: 550 and 386 (2 x 4,096), 511 and 403 (1 x 8,192), 448 and 376 (4 x 2,048 behind
 2,048), 371 and 238 (8 x 1,024). TB/s of XQA and of our decode: 3.66 and 4.13 (256 rows of 1,024 keys), 3.66
 and 4.32 (64 of 8,192), 3.23 and 3.32 (32 of 1,024; with 4 KV heads 3.04 and 2.77, the one size of twelve
-where it is ahead), and 328 and 78 us for a long row beside 63 short ones: `decode-xqa-h200.json`. Of float8
+where it is ahead), and 328 and 78 us for a long row beside 63 short ones: `decode-xqa-h200.json`. For float8
 pages 3.73 and 3.70, 3.41 and 3.99, 3.29 and 2.65, with errors of 0.036 and 0.0017, since XQA multiplies in
 e4m3: `decode-xqa-fp8-h200.json`."""
 
 AT_ONCE: Mapping[tuple[Phase, str], Callable[[AttentionConfig], PhaseAttention]] = {
     ("prefill", "flashinfer"): compiled_prefill,
 }
-"""In place of `BACKENDS` where nothing was chosen by name: those that might have to be compiled first, for a
-minute or two. Each raises `ConfigError` instead."""
+"""Backends in place of those in `BACKENDS` where nothing was chosen by name, for those that might have to be
+compiled first, for a minute or two. Each raises `ConfigError` instead."""
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ QUERY_BLOCK = 512
 
 
 STEPS_BLOCK = 64
-"""The same where attention is in steps, with a score of each head and key: 1,024 tokens of 64 heads took
-0.12 s on one core, 0.7 in blocks of 512."""
+"""Queries of a chunk per call where attention is in steps, with a score of each head and key: 1,024 tokens of
+64 heads took 0.12 s on one core, 0.7 in blocks of 512."""
 
 MERGED_KEYS = 128
 """Decode rows up to this length share a call whatever their lengths: padding them costs less than a
@@ -315,7 +315,7 @@ class TorchAttention:
 
 
 def torch_attention(spec: ModelSpec) -> TorchAttention:
-    """Of a model's layers."""
+    """Attention for a model's layers."""
     windows = [spec.window(layer) for layer in range(spec.layers) if layer not in spec.linear_layers]
     return TorchAttention(windows, spec.softmax_scale, spec.attention_cap, spec.sinks, spec.kv_shape[2])
 

@@ -241,7 +241,7 @@ def chained(
     samples: int,
     tree: Tree | None,
 ) -> Drafter:
-    """What drafts one token after the other, as a `tree` or else a chain. See `ChainDrafter`."""
+    """A drafter that drafts one token after the other, as a `tree` or else a chain. See `ChainDrafter`."""
     if tree is None:
         return ChainDrafter(load, machine, tables, aux, samples)
     return TreeDrafter(load, machine, tables, aux, samples, tree)

@@ -40,7 +40,7 @@ class AnyDraftModel(Protocol):
         ...
 
     def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
-        """What it reads of the target's states."""
+        """What the draft model reads of the target's states."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -47,11 +47,11 @@ class LookUp(Protocol):
     `samples` and `chosen` are those of `StepOutcome`, and `rows` is at least the true number of rows. On a
     GPU it is `gpu.kernels.ngram.look_up`. `pdl` is programmatic dependent launch.
 
-    Of the suffixes of a text, `history.longest` to `history.shortest` tokens, the longest that occurs
-    earlier is taken, and its most recent occurrence. Drafts are the tokens behind that occurrence. Where the
+    The longest suffix of a text, of `history.longest` to `history.shortest` tokens, that occurs earlier is
+    looked up, and its most recent occurrence taken. Drafts are the tokens behind that occurrence. Where the
     text ends before there are enough, they start over: such a text repeats itself with that period. Where
     more tokens than those occur in the answers of the row's namespace, drafts follow the newest of these
-    occurrences, up to the end of that answer. How many a row gets, `gpu.state.history` says; at most as many
+    occurrences, up to the end of that answer. `gpu.state.history` says how many a row gets; at most as many
     as the slot's `limit` and `max_drafts` allow: none for a row that accepted nothing, which is at its limit,
     and none behind a step that does not propose, whose texts are not searched.
     """
@@ -152,9 +152,9 @@ class NgramDrafter:
         settings: SpeculativeConfig,
         look_up: LookUp = look_up,
     ) -> None:
-        """For texts of up to `context` tokens, at most `most` drafts of a row. By replay of texts
-        (`gpu.state.history`) looking up single tokens loses time, and against at most four, eight give a
-        tenth more for an edited copy, where the same few tokens occur at many places.
+        """A drafter for texts of up to `context` tokens and at most `most` drafts of a row. In replays of
+        texts (`gpu.state.history`) looking up single tokens lost time. Looking up at most eight tokens gave a
+        tenth more than at most four for an edited copy, where the same few tokens occur at many places.
 
         Raises `ValueError` for numbers that do not fit together.
         """

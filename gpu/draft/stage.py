@@ -58,7 +58,7 @@ class DraftStage:
         self._measured = False
 
     def launch(self, plan: StepPlan, forward: Forward, launches: Launchable[Key]) -> None:
-        """Behind the sampling of `plan`, whose launches had the sizes of `forward`."""
+        """Launch the drafting behind the sampling of `plan`, whose launches had the sizes of `forward`."""
         if not self.drafter.keeps_kv:
             return
         if plan.proposes or plan.chunks:

@@ -19,7 +19,7 @@ class Successors:
         self._texts: dict[int, Ints] = {}
         """Prompt and known output by slot."""
         self._tokens = torch.full((slots,), -1, dtype=torch.int32, device=device)
-        """Behind each chunk of the step; -1 where the step chooses it, or there is no chunk."""
+        """The token behind each chunk of the step; -1 where the step chooses it, or there is no chunk."""
         self._any = False
 
     def prepare(self, plan: StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""Drafts that branch, as in EAGLE-2: of each draft the best successors, of these the best few go on.
+"""Drafts that branch, as in EAGLE-2: each draft gets its best successors, and the best few of these go on.
 
     states ─► best successors ─► the best of them ─► forward ─► best successors of each ─► ...
                     └──────────────────┴─── all of them: the likeliest are the tree
@@ -136,7 +136,7 @@ class TreeDrafter(ChainDrafter):
         tables, (steps, _, nodes) = self._tables, self._tree
         assert tables.ancestors is not None
         slots = row.view.decode_slots.long()
-        # Of equals the earlier is first, a parent before its child.
+        # Among equals the earlier is first, a parent before its child.
         order = shares.sort(dim=1, descending=True, stable=True).indices
         number = order.argsort(1) + 1
         parents = torch.where(parents < 0, 0, number.gather(1, parents.clamp(min=0)))

@@ -13,9 +13,9 @@ MOST: Final = 10**6
 MOST_IDS: Final = 100
 """Schemas with an id from which references are resolved: 500 references from 4,000 take 2 s."""
 COPY_BYTES: Final = 6_000
-"""Memory that one keeps: 10,000 keep 50 to 60 MB."""
+"""Bytes that one copy keeps: 10,000 keep 50 to 60 MB."""
 COPY_COST: Final = 60
-"""Microseconds that one takes: 10,000 take 0.4 to 0.8 s."""
+"""Microseconds that one copy takes: 10,000 take 0.4 to 0.8 s."""
 
 _BRANCHES = ("anyOf", "oneOf")
 _JOINED = ("allOf", *_BRANCHES)
@@ -53,7 +53,7 @@ class _Copies:
         self._led: dict[str, list[int]] = {}
         """Identities of what a reference may lead to."""
         self._sizes: dict[Node, _Size] = {}
-        """Of a node, copies included; `_UNKNOWN` while it is counted. The library refuses cycles."""
+        """Sizes of nodes, copies included; `_UNKNOWN` while one is counted. The library refuses cycles."""
         self._done = set[Node]()
 
     def count(self) -> int:

@@ -81,7 +81,7 @@ def needs_trial(kind: str, text: str) -> bool:
 
 
 def _lark_needs_trial(text: str) -> bool:
-    """The same for rules of Lark, each a schema or letters."""
+    """Whether rules of Lark, each a schema or letters, need a trial."""
     bodies = (line.partition(": ")[2] for line in text.split("\n"))
     letters = [body for body in bodies if not body.startswith("%json ")]
     if sum(map(len, letters)) > MAX_REGEXES or any(needs_trial("regex", body) for body in letters):

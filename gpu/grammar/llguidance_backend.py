@@ -33,8 +33,8 @@ _LIMITS: Any = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,  # they quote the schema and the text
 }
-"""What one step may cost its neighbours. The library's 50,000 items let a hostile grammar hold a step
-for 115 ms, these for 60 to 90; MaskBench decodes the same under both."""
+"""Limits on what one step may cost its neighbours. The library's 50,000 items let a hostile grammar hold a
+step for 115 ms, these for 60 to 90; MaskBench decodes the same under both."""
 
 MAX_BLANKS = 24
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,%d}"
@@ -59,7 +59,8 @@ _SLICE = "[^<]+"
 """Tokens that free text takes whole, even where it must not contain a mark: marks begin with "<"."""
 
 _SCHEMA_IN_GRAMMAR = re.compile(r"%json\s*\{")
-"""It would be neither checked nor counted, and what a schema cannot express would be ignored."""
+"""A schema inside a grammar, which is refused: it would be neither checked nor counted, and what it cannot
+express would be ignored."""
 
 _PROBED = 24
 """Forced tokens followed after compiling: some dead ends lie behind the opening brace."""

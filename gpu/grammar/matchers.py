@@ -21,12 +21,12 @@ from gpu.state.known import KnownDrafts
 from gpu.state.tables import SlotTables
 
 Owner = tuple[int, int, int]
-"""Of a masked row the index of its first mask, its index among the rows that sample, and its slot."""
+"""The index of a masked row's first mask, the row's index among the rows that sample, and its slot."""
 
 MOST_SECONDS = 0.2
-"""Of filling masks along drafts: a hostile grammar takes up to 0.09 for each, and all rows wait. Whose it
-was is not measured: no row that had drafts then has any from there on. 64 ordinary rows with four drafts each
-take 5 ms on one thread."""
+"""Seconds in a step for filling masks along drafts: a hostile grammar takes up to 0.09 for each, and all rows
+wait. Past them no row that had drafts then has any from there on: which row took the time is not measured. 64
+ordinary rows with four drafts each take 5 ms on one thread."""
 
 
 class Masks(NamedTuple):
@@ -50,7 +50,7 @@ class Masks(NamedTuple):
         return [(at, self.rows[at], self.slots[at]) for at in firsts]
 
     def empty(self, first: int, drafts: int) -> bool:
-        """Whether nothing may follow so many drafts of the row whose first mask this is."""
+        """Whether nothing may follow the first `drafts` drafts of the row whose first mask this is."""
         at = first + drafts
         if at == first or (self.drafts is not None and at < len(self.drafts) and self.drafts[at] == drafts):
             return not self.bits[at].any()
@@ -58,7 +58,7 @@ class Masks(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """In place of a slot's matcher that broke while replaying its output."""
+    """Stands in place of a slot's matcher that broke while replaying its output."""
 
     reason: str
 
@@ -161,7 +161,7 @@ class Matchers:
         return found
 
     def _fill_ahead(self, rows: list[int], owners: list[int], ahead: list[list[int]]) -> Masks:
-        """The same, along the drafts `ahead` of each row."""
+        """Fill masks along the drafts `ahead` of each row."""
         counts = np.array([1 + len(tokens) for tokens in ahead])
         firsts = np.cumsum(counts) - counts
         drafts = (np.arange(counts.sum()) - np.repeat(firsts, counts)).astype(np.int32)
@@ -186,7 +186,7 @@ class Matchers:
         return Masks(np.repeat(rows, counts).tolist(), np.repeat(owners, counts).tolist(), bits, drafts)
 
     def _end_drafts(self, slots: Sequence[int]) -> None:
-        """From the next step on these slots have none."""
+        """Give these slots no drafts from the next step on."""
         assert self._known is not None
         self._known.end(slots)
         for slot in slots:
@@ -246,8 +246,8 @@ class Matchers:
                 elif not stepper.ended(row.matcher.state, token):
                     going.append(owners[at])
                     continue
-                # Of one that has ended, tokens behind may come, and with overlap a step more is on its way:
-                # they are sampled without a mask, and dropped.
+                # Tokens behind may come from a row whose grammar has ended, and with overlap a step more is
+                # on its way: they are sampled without a mask, and dropped.
                 del self._by_slot[owners[at][2]]
         return going
 

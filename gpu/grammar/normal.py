@@ -8,7 +8,7 @@ from gpu.grammar.schema import Json, objects, refuse, values
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAY_CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\x7f|\\\\[xucv0ae]")
-"""Of a schema's text: what a control character in one of its strings looks like, or in a pattern."""
+"""Matches what a control character looks like in a schema's text, in one of its strings or in a pattern."""
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON writes as \\u00XX alone."""
 _PATTERN_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\[xucv0ae]")

@@ -202,7 +202,8 @@ def drop_unsupported(root: Json) -> list[str]:
 
 
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<|\\[bB]")
-"""In a pattern: look-around, back references and word boundaries, which llguidance does not support."""
+"""Matches look-around, back references and word boundaries in a pattern, which llguidance does not
+support."""
 
 
 def _refused_by_llguidance(schema: Mapping[str, Json]) -> Iterator[str]:
@@ -263,7 +264,7 @@ _EXACT = 2**53
 """llguidance reads numbers as doubles: integers above this are rounded."""
 
 _LARGEST = 2**63
-"""Integers that it writes are below this."""
+"""Integers that llguidance writes are below this."""
 
 _BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 

@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
     text: str
     begins: frozenset[str]
-    """Of "token", "letters", "json"."""
+    """The kinds that it may begin with, of "token", "letters", "json"."""
     empty: bool = False
     """May be nothing."""
     open: bool = False
@@ -102,7 +102,7 @@ class _Writer:
         self.rules: dict[str, str] = {}
 
     def element(self, node: Json) -> Part:
-        """One format."""
+        """The part for one format."""
         kind = node.get("type") if isinstance(node, Mapping) else None
         _check_keys(node, kind)
         match kind:
@@ -256,10 +256,10 @@ def _text_excluding(excludes: Iterable[str]) -> str:
 
 
 def _text_without_complement(first: str, marks: list[str]) -> str:
-    """The same without a complement, for marks whose `first` character occurs nowhere else in them: runs
-    without it, and it followed by what no mark continues with. The library sees at once that such a
-    text takes nearly all tokens, which it does not for a complement: 1.4 ms less wherever a mark might
-    have begun and has not."""
+    """Any text that contains none of `marks`, written without a complement, for marks whose `first` character
+    occurs nowhere else in them: runs without it, and it followed by what no mark continues with. The library
+    sees at once that such a text takes nearly all tokens, which it does not for a complement: 1.4 ms less
+    wherever a mark might have begun and has not."""
     rests = [mark[1:] for mark in marks]
     begun = sorted({rest[:at] for rest in rests for at in range(len(rest))})
     begun = [part for part in begun if not any(part.startswith(rest) for rest in rests)]

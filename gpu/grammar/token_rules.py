@@ -83,7 +83,7 @@ class TokenRuleStepper:
         self.words = -(-width // 32)
 
     def fill(self, states: Sequence[_State], rows: Sequence[int], bits: Bits) -> None:
-        """See `Stepper.fill`. What the grammar allows and the rules do too."""
+        """See `Stepper.fill`. Allows what both the grammar and the rules allow."""
         for state, row in zip(states, rows, strict=True):
             if state.inner is None:
                 bits[row] = -1

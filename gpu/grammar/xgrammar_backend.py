@@ -23,7 +23,7 @@ from gpu.grammar.structural_tag_lark import control_token_ids
 from gpu.grammar.xgrammar_schema import check_exact, close_objects
 
 MAX_BYTES = 64 * 2**20
-"""Of one compiled grammar. The largest of 1,500 MaskBench schemas took 34 MB."""
+"""Most bytes of one compiled grammar. The largest of 1,500 MaskBench schemas took 34 MB."""
 BLANKS = 2
 """White space in a row inside JSON, at most, whatever a tag says or leaves out: with 24 an automaton is
 nine times as large and takes twice as long."""

@@ -1,8 +1,8 @@
 """Schemas inside structural tags: refuses what xgrammar 0.2 would silently ignore.
 
-Measured keyword by keyword and over the official JSON-Schema-Test-Suite. Of a node's `$ref`, const,
-enum, anyOf, oneOf, allOf and type the first one wins and the rest is dropped; patterns and lengths
-emit raw quotes and tabs, which are not JSON. Everything that would be dropped is refused here.
+Measured keyword by keyword and over the official JSON-Schema-Test-Suite. The first of a node's `$ref`, const,
+enum, anyOf, oneOf, allOf and type wins and the rest is dropped; patterns and lengths emit raw quotes and
+tabs, which are not JSON. Everything that would be dropped is refused here.
 """
 
 from __future__ import annotations

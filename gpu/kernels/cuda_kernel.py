@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu.kernels.jit import only_compiling
 
 Argument = Tensor | int | float | None
-"""Of a kernel: a pointer, a `long`, a `float`, a null pointer."""
+"""An argument of a kernel: a pointer, a `long`, a `float`, a null pointer."""
 
 
 class Blocks(NamedTuple):

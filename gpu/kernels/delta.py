@@ -26,7 +26,7 @@ from gpu.state.recurrent import DeltaInputs
 from gpu.state.view import StepView
 
 CHANNELS = 256
-"""Of a program of the convolution."""
+"""Channels that a program of the convolution takes."""
 VALUES = 32
 """Columns of a memory that a program holds: 128 x 32 numbers are 32 registers of each of its 128 threads."""
 EPSILON = 1e-6
@@ -110,8 +110,8 @@ def _convolve(
     begin(PDL)
     if row >= tl.load(counts):
         return
-    # Of the tokens behind the state, pending ones among them, `before` come before this one, and `near` of
-    # these are of this step.
+    # `before` tokens behind the state, pending ones among them, come before this one; `near` of these are of
+    # this step.
     owner, near = -1, 0
     if row < tl.load(counts + 1):
         slot, before = tl.load(decode_slots + row), 0

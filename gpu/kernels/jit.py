@@ -116,7 +116,7 @@ def true_rows(num_rows: tl.tensor, rows: int) -> tl.tensor:
 
 @jit
 def add_pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Of `tl.reduce`: sums of two tensors at once."""
+    """Combines pairs for `tl.reduce`: sums of two tensors at once."""
     return a + c, b + d
 
 

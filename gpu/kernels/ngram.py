@@ -73,7 +73,7 @@ def _wanted(state: tl.tensor, accepted: tl.tensor, given: tl.tensor, MOST: tl.co
 
 @jit
 def _namespace(state: tl.tensor) -> tl.tensor:
-    """Of a slot, int64, and its halves uint32."""
+    """The namespace of a slot, int64, and its halves uint32."""
     low, high = tl.load(state + _NAMESPACE), tl.load(state + _NAMESPACE + 1)
     low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
     whole = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
@@ -90,7 +90,7 @@ def _bucket(
     RING: tl.constexpr,
     BUCKETS: tl.constexpr,
 ) -> tl.tensor:
-    """Of the SIZE tokens up to cell `end` of a ring, in the namespace of these halves."""
+    """The bucket of the SIZE tokens up to cell `end` of a ring, in the namespace of these halves."""
     found = end.to(tl.uint32) * 0 + low
     for back in tl.static_range(SIZE):
         # Cells that others own are read too where an answer begins: no reader believes such a place.

@@ -149,8 +149,8 @@ def _mean_squares(
 def mean_squares(
     qkv: Tensor, sizes: tuple[int, int], *, num_rows: Tensor | None = None, pdl: bool = False
 ) -> Tensor:
-    """Of the first columns of `qkv` [n, any], whose rows may be strided, and of those behind them, as many as
-    `sizes` say: a new float32 [n, 2]. `num_rows` as for `rms_norm`."""
+    """Mean squares of the first columns of `qkv` [n, any], whose rows may be strided, and of those behind
+    them, as many as `sizes` say: a new float32 [n, 2]. `num_rows` as for `rms_norm`."""
     out = qkv.new_empty(len(qkv), 2, dtype=torch.float32)
     block = pow2(max(sizes))
     _mean_squares[(len(qkv), 2)](

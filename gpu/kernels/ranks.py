@@ -95,7 +95,7 @@ def _signal(flags: tl.tensor, at: tl.tensor, turn: tl.tensor, PLACE: tl.constexp
 
 @jit
 def _await(flag: tl.tensor, turn: tl.tensor, abort: tl.tensor) -> None:
-    """Until `flag` has `turn`."""
+    """Wait until `flag` has `turn`."""
     polls = 0
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     while seen < turn:
@@ -110,7 +110,7 @@ def _await_all(
     flags: tl.tensor, first: tl.tensor, apart: int, turn: tl.tensor, gate: tl.tensor, abort: tl.tensor,
     PLACE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Until the flag of each peer, `apart` from `first` on, has `turn`."""
+    """Wait until the flag of each peer, `apart` from `first` on, has `turn`."""
     RANK: tl.constexpr = PLACE.rank
     RANKS: tl.constexpr = PLACE.ranks
     if tl.load(gate) != 0:

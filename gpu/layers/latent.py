@@ -13,7 +13,7 @@ from gpu.ops.base import Input, LatentNorm, Rotation
 from gpu.shard import COLUMN, ROW
 
 EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` says: DeepSeek's classes pass none."""
+"""Epsilon of the norms of latents, whatever `rms_norm_eps` says: DeepSeek's classes pass none."""
 
 
 class LatentAttention:

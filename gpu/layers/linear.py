@@ -154,8 +154,9 @@ class Linear:
 
 
 def gated_mlp(x: Input, up: Linear, down: Linear, ops: Ops, activation: str) -> Part:
-    """down(activation(first half) · second half of `up`'s product): [n, hidden] to [n, hidden]. Of few rows
-    at a time where products are: what lies between would be by far a long prompt's largest activation."""
+    """down(activation(first half) · second half of `up`'s product): [n, hidden] to [n, hidden]. Where
+    products take few rows at a time, so does this: what lies between would be by far a long prompt's largest
+    activation."""
     step = min(up.rows, down.rows)
     if not step or not isinstance(x, torch.Tensor) or len(x) <= step:
         return down.part(up.gated(x, ops, activation), ops)

@@ -36,5 +36,5 @@ class RmsNorm:
 
 
 def norm_weight(spec: ModelSpec, name: str, size: int, parameters: Parameters) -> torch.Tensor:
-    """Of a norm over `size` numbers (see `ModelSpec.norm_offset`)."""
+    """The weight of a norm over `size` numbers (see `ModelSpec.norm_offset`)."""
     return parameters.tensor(name, size, dtype=torch.float32 if spec.norm_offset else None)

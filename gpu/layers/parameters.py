@@ -23,8 +23,8 @@ class Parameters:
     """What the layers of one model allocate while it is built.
 
     `places` maps each name of a checkpoint to the exact view that the named tensor is copied into; the
-    views cover the parameters once. Of several ranks each allocates its part, and `slices` say what of the
-    named tensor belongs there, where it is not all of it.
+    views cover the parameters once. Each of several ranks allocates its part, and `slices` say which part of
+    the named tensor belongs there, where it is not all of it.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, shard: Shard = ALONE) -> None:

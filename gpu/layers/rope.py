@@ -88,5 +88,5 @@ class Rope:
 
 
 def unrotated(rotation: Rotation) -> Rotation:
-    """Of as many positions, for layers without rope: it leaves queries and keys as they are."""
+    """A rotation of as many positions that leaves queries and keys as they are, for layers without rope."""
     return Rotation(torch.ones_like(rotation.cos), torch.zeros_like(rotation.sin))

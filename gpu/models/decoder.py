@@ -151,8 +151,8 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def distinct_layers(kinds: Sequence[Hashable]) -> list[int]:
-    """Layers that together launch every kernel of the model: of each pair of neighbouring kinds the first,
-    and the last layer. A layer's norm depends on the output of the one before."""
+    """Layers that together launch every kernel of the model: the first occurrence of each pair of
+    neighbouring kinds, and the last layer. A layer's norm depends on the output of the one before."""
     first = {pair: i for i, pair in reversed(list(enumerate(pairwise(kinds))))}
     return sorted({0, len(kinds) - 1} | {i + step for i in first.values() for step in (0, 1)})
 
@@ -244,7 +244,7 @@ class Decoder(CausalModel):
         for layer in self._distinct(aux) if ctx.brief else self._layers:
             found = layer.attend(ctx, rotations[layer.number], part, residual)
             if wanted is not None and not final and layer is self._layers[-1]:
-                # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.
+                # One row of a long prompt's chunk goes on, or none: a layer's output and MLP are saved.
                 if ctx.tail is not None:
                     for place, rows in zip(ctx.tail, (found, residual), strict=True):
                         place.copy_(rows)
@@ -268,7 +268,7 @@ class Decoder(CausalModel):
         return self._norm(ctx, self._layers[-1].transform(ctx, found, residual), residual)
 
     def _rotations(self, ctx: ForwardContext) -> Mapping[int, Rotation]:
-        """By layer."""
+        """The rotation of each layer, by its number."""
         spec, rotation = self.spec, self._rope(ctx)
         found = dict.fromkeys(range(spec.layers), rotation)
         if self._window_rope is not None:

@@ -53,18 +53,18 @@ class DraftModel:
         self._target = target
 
     def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
-        """What the draft reads of the target, a new [n, hidden] or `aux` itself, from [n, layers * hidden] of
-        its auxiliary states; by this step's operations where they are given."""
+        """The draft's input, a new [n, hidden] or `aux` itself, from the target's auxiliary states `aux` [n,
+        layers * hidden]; by this step's operations where they are given."""
         return aux
 
     @property
     def width(self) -> int:
-        """Of the hidden states that it reads and makes."""
+        """Width of the hidden states that the draft reads and makes."""
         return self.spec.decoder.hidden
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the same."""
+        """Dtype of the hidden states that the draft reads and makes."""
         return self._parameters.dtype
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def run_behind(
         part = layer.transform(ctx, found, residual)
         found = after.attend(ctx, rotation, part, residual)
     if ctx.wanted is not None:
-        # Of a long prompt's chunk one row goes on, or none.
+        # One row of a long prompt's chunk goes on, or none.
         found, residual = (rows.index_select(0, ctx.wanted) for rows in (found, residual))
         ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
     return Made(ctx, layers[-1].transform(ctx, found, residual), residual)

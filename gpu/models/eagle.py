@@ -39,7 +39,7 @@ class _Fused(Layer):
 
     @property
     def norms(self) -> PairNorms:
-        """Of the embedding and of the hidden state."""
+        """Norms of the embedding and of the hidden state."""
         return self._first_norm.weight, self._hidden_norm.weight, self._first_norm.eps
 
 

@@ -90,7 +90,7 @@ def settled(spec: ModelSpec) -> ModelSpec:
 
 
 def _positions(model: Any, refuse: Refuse) -> int:
-    """How many the class has, whose keys and values are all that a text leaves behind."""
+    """How many positions the class has; keys and values must be all that a text leaves behind."""
     config = model.config
     if getattr(model, "_is_stateful", False):
         raise refuse("its layers keep a state besides keys and values (recurrent, linear or hybrid)")
@@ -118,7 +118,7 @@ def _widest(config: Any, hidden: int, experts: bool) -> int:
 
 
 def _rope_kinds(config: Any) -> set[str]:
-    """All that a config names: for each kind of layer, or for all."""
+    """All kinds of rope that a config names: for each kind of layer, or for all."""
     told = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     groups = [told, *(each for each in told.values() if isinstance(each, Mapping))]
     return {kind for group in groups for kind in (group.get("rope_type"), group.get("type")) if kind}
@@ -174,7 +174,7 @@ AttentionMaskInterface.register(PROBE, _mask)
 
 
 def _same(calls: list[Call], what: Callable[[Call], Any], name: str, refuse: Refuse) -> Any:
-    """What all layers have alike."""
+    """The value that `what` has for all layers."""
     first, *others = {what(call): None for call in calls}
     if others:
         raise refuse(f"its layers differ in {name}: {first} and {others[0]}")
@@ -182,7 +182,7 @@ def _same(calls: list[Call], what: Callable[[Call], Any], name: str, refuse: Ref
 
 
 def _windows(calls: list[Call], positions: int, refuse: Refuse) -> list[int]:
-    """Of each layer; see `ModelSpec.window`."""
+    """The sliding window of each layer; see `ModelSpec.window`."""
     by_mask = {call.mask: _window(call, positions, refuse) for call in calls}  # layers share masks
     windows = [by_mask[call.mask] for call in calls]
     if len(several := sorted(set(windows) - {0})) > 1:
@@ -226,7 +226,7 @@ def _check_options(call: Call, window: int, positions: int, refuse: Refuse) -> N
 
 
 def _check_head(spec: ModelSpec, refuse: Refuse) -> None:
-    """Its head runs by itself, and each tensor has a place."""
+    """Check that the model's head runs by itself, and that each tensor has a place."""
     device = torch.device("meta")
     try:
         model = TransformersModel(spec, torch.bfloat16, device)

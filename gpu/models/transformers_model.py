@@ -64,8 +64,8 @@ class Attending:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: object
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, n, head_dim] to [1, n, heads, head_dim]. Masks and `options` were
-    compared with the spec when the class was checked."""
+    """Attention as transformers calls it: [1, heads, n, head_dim] to [1, n, heads, head_dim]. Masks and
+    `options` were compared with the spec when the class was checked."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     found = module.loom_attending.attend(module.layer_idx, q, k, v)
     return found.view(1, *q.shape), None
@@ -103,7 +103,7 @@ def build(spec: ModelSpec, dtype: torch.dtype, device: torch.device, attention: 
 
 
 def said(error: BaseException) -> str:
-    """In one line."""
+    """The error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -119,7 +119,7 @@ class _GivenStates(torch.nn.Module):
 
     @property
     def decoder(self) -> _GivenStates:
-        """What OPT's head calls, inside its base model."""
+        """The module that OPT's head calls, inside its base model."""
         return self
 
 
@@ -235,7 +235,7 @@ class TransformersModel(CausalModel):
 
     @property
     def prefix(self) -> str:
-        """Of the base model's tensors, which a checkpoint that was saved without a head leaves out."""
+        """Prefix of the base model's tensors, which a checkpoint that was saved without a head leaves out."""
         return f"{self._whole.base_model_prefix}."
 
 

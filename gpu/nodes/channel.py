@@ -11,7 +11,7 @@ from gpu.nodes.wire import Message, message_of, pack
 LENGTH = 4
 """Bytes before a message: its length, the least significant first."""
 MOST_BYTES = 2**31
-"""Of a message: embeddings of the longest prompt are."""
+"""Most bytes of a message: embeddings of the longest prompt are as many."""
 ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000))
 """A host that lost its power says nothing: its peers ask after 10 s, and give up after 25."""
 

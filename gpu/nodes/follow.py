@@ -63,7 +63,7 @@ class Follower:
         self._arrived.set()
 
     def _follow(self) -> None:
-        """Until the end."""
+        """Carry out what node 0 sends, until the end."""
         while not isinstance(message := self._channel.receive(), End):
             match message:
                 case Step():

@@ -27,9 +27,9 @@ methods of this class."""
 LOOK = timedelta(seconds=0.1)
 """Between two looks of a rank that waits at whether its group has ended: gloo cannot be interrupted."""
 MOST = timedelta(hours=1)
-"""Of one exchange. Ranks that hang are noticed by the step they are in, long before."""
+"""The longest time of one exchange. Ranks that hang are noticed by the step they are in, long before."""
 RAISED = -1
-"""In place of a size: rank 0 has nothing to give."""
+"""Sent in place of a size: rank 0 has nothing to give."""
 
 
 class NodeGroup(RankGroup):
@@ -81,7 +81,7 @@ class GlooRank(Rank):
         return made
 
     def _exchange(self, value: Any) -> Sequence[Any]:
-        """Of tensors of one shape."""
+        """Exchange tensors of one shape."""
         part = value.contiguous()
         own = part.view(torch.uint8)  # gloo has no sum in float32 of other types, so it only carries bytes
         found = [torch.empty_like(own) for _ in range(self.shard.ranks)]

@@ -53,7 +53,7 @@ class Nodes:
 
     @property
     def ranks(self) -> range:
-        """Those of this process, of all."""
+        """The ranks of this process, among all."""
         local = self.parallel.local_ranks
         return range(self.parallel.node_rank * local, (self.parallel.node_rank + 1) * local)
 

@@ -56,7 +56,7 @@ class NcclRank(GlooRank):
         self._options.asyncOp = False  # on the current stream, which may be one that is captured
 
     def _exchange(self, value: Any) -> Sequence[Any]:
-        """Of tensors of one shape on the GPU."""
+        """Exchange tensors of one shape on the GPU."""
         found = value.new_empty((self.shard.ranks, *value.shape))
         self._nccl._allgather_base(found, value.contiguous(), self._options)
         parts: Sequence[Tensor] = found.unbind(0)

@@ -21,7 +21,7 @@ from core.types import NO_TOKENS, Ints
 T = TypeVar("T")
 
 DTYPES = ("|u1", "|b1", "<i4", "<i8", "<f4", "<f8")
-"""Of arrays that travel."""
+"""Dtypes of arrays that travel."""
 
 
 class Hello(Struct, frozen=True, tag=True):
@@ -90,7 +90,7 @@ Message = Hello | Welcome | Least | Ready | Step | CommandMessage | StepDone | C
 
 
 class RemoteGrammar:
-    """In place of a grammar whose matchers are on node 0."""
+    """Stands in place of a grammar whose matchers are on node 0."""
 
     warnings: tuple[str, ...] = ()
 

@@ -25,7 +25,7 @@ class Rotation(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Of products x Wᵀ + b: `weight` [outputs, inputs] contiguous, `bias` [outputs].
+    """A matrix for products x Wᵀ + b: `weight` [outputs, inputs] contiguous, `bias` [outputs].
 
     With a `scale` the weight is e4m3 or int8, and `x` is quantised to the same: with float32 [outputs] by
     row, of e4m3 with [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant.scaled`); or it has 4 bits,
@@ -83,7 +83,8 @@ HeadNorms = tuple[Tensor, Tensor, float]
 """Weights [head_dim] of the query and the key norm, and eps."""
 
 WideNorms = tuple[Tensor, Tensor, float]
-"""The same of norms over all heads together: weights [heads * head_dim] and [kv_heads * head_dim]."""
+"""Weights of query and key norms over all heads together, [heads * head_dim] and [kv_heads * head_dim], and
+eps."""
 
 PairNorms = tuple[Tensor, Tensor, float]
 """Weights [hidden] of the norms of an embedding and of the hidden state beside it, and eps."""
@@ -103,7 +104,8 @@ class Ops(Protocol):
     """Owner: launch thread, for one step. n rows; those behind a step's true rows may hold anything."""
 
     def for_samples(self) -> Ops:
-        """The same for rows that stand for the step's samples, not for its tokens; they do not attend."""
+        """These operations for rows that stand for the step's samples, not for its tokens; they do not
+        attend."""
         ...
 
     def embed(self, table: Table, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
@@ -131,7 +133,7 @@ class Ops(Protocol):
     def add_then_norm(
         self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
     ) -> Input:
-        """As `add_rms_norm`, for `linear`, `gated_linear` and `router_logits`, which may run the norm."""
+        """Like `add_rms_norm`, for `linear`, `gated_linear` and `router_logits`, which may run the norm."""
         ...
 
     def complete(self, pending: Part | Input) -> Tensor:
@@ -143,7 +145,8 @@ class Ops(Protocol):
         ...
 
     def mean_squares(self, qkv: Tensor, norms: WideNorms) -> Tensor:
-        """Of all queries of a row, and of all its keys: float32 [n, 2]. `qkv` as `attend` takes it."""
+        """Mean squares of all queries of a row, and of all its keys: float32 [n, 2]. `qkv` as `attend` takes
+        it."""
         ...
 
     def norm_wide(self, qkv: Tensor, norms: WideNorms, means: Tensor | None = None) -> None:

@@ -31,7 +31,8 @@ def fits(spec: ModelSpec, dtype: torch.dtype) -> bool:
 
 
 def choose_cpu_kernels(spec: ModelSpec, dtype: torch.dtype, wanted: str) -> Kernels | None:
-    """Those that `--attention-backend` asks for: by default all that there are. Raises `ConfigError`."""
+    """The kernels that `--attention-backend` asks for: by default all that there are. Raises
+    `ConfigError`."""
     if (name := parse_backends(wanted)["decode"]) == "torch":
         return None
     own = kernels() if fits(spec, dtype) else None

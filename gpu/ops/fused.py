@@ -111,7 +111,7 @@ ADDED_ROWS = 1024
 most 2 us a product."""
 
 IN_MEMORY = "tables in files are read on a CPU"
-"""Of an assertion."""
+"""Message of an assertion."""
 
 
 class Kernels(NamedTuple):
@@ -143,7 +143,7 @@ class TritonOps:
     """
 
     def __init__(self, view: StepView, kernels: Kernels, samples: bool = False) -> None:
-        """Of the view's tokens, or of its `samples`."""
+        """Operations of the view's tokens, or of its `samples`."""
         self._view = view
         self._kernels = kernels
         self.num_rows = view.counts[3:4] if samples else view.num_tokens
@@ -224,7 +224,7 @@ class TritonOps:
         return True
 
     def _added_by_cublas(self, part: PendingProduct, residual: Tensor) -> bool:
-        """As `_added`, for a product of many rows."""
+        """Like `_added`, for a product of many rows."""
         weight, bias, scale, lora = part.matrix
         if bias is not None or scale is not None or (lora is not None and self.adapts):
             return False

@@ -16,7 +16,7 @@ class PeerOps(RankOps):
     """`Ops` of a rank's part of a model. Owner: launch thread, for one step."""
 
     def __init__(self, own: TritonOps, rank: PeerRank, vocab: int) -> None:
-        """As `TableOps`."""
+        """See `TableOps`."""
         super().__init__(own, rank, vocab)
         self._kernels, self._peer = own, rank
 

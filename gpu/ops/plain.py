@@ -336,8 +336,8 @@ def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def merits(scores: Tensor, choice: Choice) -> Tensor:
-    """What experts are chosen by, of `scores` [n, experts]: -inf in groups that are not among the best, the
-    first ones on ties."""
+    """The numbers that experts are chosen by, from `scores` [n, experts]: -inf in groups that are not among
+    the best, the first ones on ties."""
     if choice.bias is not None:
         scores = scores + choice.bias
     if choice.groups == 1:

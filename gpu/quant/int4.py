@@ -20,10 +20,10 @@ TOP = 15
 """The largest number; the smallest is 0."""
 
 SPANS = (64, 32)
-"""Of what `span` may be, the best first."""
+"""Values that `span` may have, the best first."""
 
 LEAST = 1e-6
-"""What the largest weight of a group is taken for at least: zeros have a scale all the same."""
+"""The least that the largest weight of a group is taken for: zeros have a scale all the same."""
 
 
 def span(inputs: int, group: int) -> int:

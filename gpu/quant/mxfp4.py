@@ -38,7 +38,7 @@ MOST = 128
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-each for each in _POSITIVE))
-"""By the four bits."""
+"""The numbers that the four bits stand for."""
 
 
 def restore(numbers: Tensor, scale: Tensor) -> Tensor:

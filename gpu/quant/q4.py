@@ -85,7 +85,7 @@ FORMATS: Mapping[str, Format] = {
     "Q4_1": Format(32, 20, _q4_1),
     "Q4_K": Format(256, 144, _q4_k),
 }
-"""By the names of .gguf files, whose reference is llama.cpp's ggml-quants.c."""
+"""Formats by the names of .gguf files, whose reference is llama.cpp's ggml-quants.c."""
 
 
 def runs_here() -> bool:

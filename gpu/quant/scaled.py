@@ -76,7 +76,7 @@ def dtype_of(held: Fp8 | W8A8) -> torch.dtype:
 
 
 def sum_dtype(numbers: torch.dtype) -> torch.dtype:
-    """Of sums of their products."""
+    """The dtype of sums of products of such numbers."""
     return torch.int32 if numbers == INT8 else torch.float32
 
 
@@ -108,9 +108,9 @@ def int_mm_is_exact() -> bool:
 
 
 def scale_shape(held: Fp8 | W8A8, outputs: list[int], inputs: int) -> tuple[int, ...] | None:
-    """Of a matrix whose rows are those of parts of `outputs` one after the other; None where it cannot be
-    held so, and stays as it is: a side is no multiple of what a product needs, or a block would have rows
-    of two parts."""
+    """The shape of the scale of a matrix whose rows are those of parts of `outputs` one after the other; None
+    where it cannot be held so, and stays as it is: a side is no multiple of what a product needs, or a block
+    would have rows of two parts."""
     blocks = held == "blocks"
     each = BLOCK if blocks else ALIGN
     if not held or inputs % each or (any(n % each for n in outputs) if blocks else sum(outputs) % each):

@@ -26,7 +26,7 @@ class MaskRows(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of each row of logits: the largest float32 [n], the logarithm of the sum of all exponentials relative
+    """For each row of logits: the largest float32 [n], the logarithm of the sum of all exponentials relative
     to it float32 [n], which is NaN where the row is not finite, and the rank of a token from 1 int64 [n].
     Among equals the lowest id comes first."""
 
@@ -59,8 +59,8 @@ class SamplingKernels(Protocol):
         ...
 
     def penalise(self, logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
-        """Repetition, frequency and presence penalties of the slots that have counts. Of a draft's sample the
-        drafts up to it count as well."""
+        """Repetition, frequency and presence penalties of the slots that have counts. For a draft's sample
+        the drafts up to it count as well."""
         ...
 
     def choose(
@@ -71,12 +71,12 @@ class SamplingKernels(Protocol):
         ...
 
     def score(self, logits: Tensor, tokens: Tensor) -> Scores:
-        """Of float32 `logits` [n, vocab] and a token of each row, int64 [n]."""
+        """Scores of float32 `logits` [n, vocab] and a token of each row, int64 [n]."""
         ...
 
     def best_tokens(self, logits: Tensor, k: int) -> Tensor:
         """Ids int64 [n, k] of the largest of float32 `logits` [n, vocab], in order, the lowest id first among
-        equals; `k` is at most vocab. Of a row with NaN some ids."""
+        equals; `k` is at most vocab. A row with NaN gets some ids."""
         ...
 
     def accept(
@@ -89,13 +89,13 @@ class SamplingKernels(Protocol):
         *,
         pdl: bool = False,
     ) -> None:
-        """Take of each row's sampled `tokens` int64 [samples] those up to the first that its next draft does
-        not equal, none of a row at its limit. Write the row's length and last token, there 0 for -1, and to
-        the current entry of the answer ring `out` the tokens taken, row by row, and behind them, where rows
-        may have drafts, a word for each row: its tokens, and from `COUNT_BITS` on its drafts. With `counts`,
+        """Take each row's sampled `tokens` int64 [samples] up to the first that its next draft does not
+        equal, none of a row at its limit. Write the row's length and last token, there 0 for -1, and to the
+        current entry of the answer ring `out` the tokens taken, row by row, and behind them, where rows may
+        have drafts, a word for each row: its tokens, and from `COUNT_BITS` on its drafts. With `counts`,
         count the tokens for the slots that have any; -1 is not counted.
 
-        Of a tree the path is taken whose every draft is what was sampled at its parent. Its samples are moved
+        In a tree the path is taken whose every draft is what was sampled at its parent. Its samples are moved
         to where a chain's would be, in `tokens`, and `Paths.moved` says from where. `out` gets another word
         for each row: which drafts its path has."""
         ...

@@ -92,7 +92,7 @@ class LogprobRows(NamedTuple):
         return LogprobRows(rows, drafts, wanted, columns)
 
     def blocks(self) -> Iterator[tuple[slice, LogprobRows]]:
-        """At most `BLOCK` rows at a time, and which of all these are."""
+        """Yield the rows in blocks of at most `BLOCK`, each with its place among all rows."""
         for first in range(0, len(self.rows), BLOCK):
             at = slice(first, first + BLOCK)
             columns = LogprobColumns(*(each[at] for each in self.columns))
@@ -204,8 +204,8 @@ def prompt_logprobs(
     k: int,
     named: Sequence[int] = (),
 ) -> PromptScores:
-    """Of the prompt tokens `targets` int64 [n], each predicted by its row of `logits`, which come in
-    slices [any, vocab], in order: all of a long chunk at once would be gigabytes.
+    """Log-probabilities of the prompt tokens `targets` int64 [n], each predicted by its row of `logits`,
+    which come in slices [any, vocab], in order: all of a long chunk at once would be gigabytes.
 
     `start` is the position of the first target. `k` = 0 gives the targets' values only. The tokens
     `named` come after the `k` best of every row. Rows that are not finite give NaN.

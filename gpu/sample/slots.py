@@ -12,20 +12,20 @@ from core.types import Ints, LogprobsMode
 
 # Plain integers: `&` of an IntFlag takes 1 µs.
 ADJUSTED: Final = 1
-"""Its logits are changed before the choice: bias, min_tokens or penalties."""
+"""The row's logits are changed before the choice: bias, min_tokens or penalties."""
 LOGPROBS: Final = 2
-"""Something is reported of each token: these, or what the last four of these flags say."""
+"""Something is reported of each token: log-probabilities, or what the last four of these flags say."""
 PROCESSED: Final = 4
-"""Has a logit processor."""
+"""The row has a logit processor."""
 FILTERED: Final = 8
-"""Draws from less than the whole vocabulary."""
+"""The row draws from less than the whole vocabulary."""
 ENTROPY: Final = 16
 SUPPORT: Final = 32
-"""What was left to choose from."""
+"""The tokens that were left to choose from are reported."""
 AFTER_MASK: Final = 64
-"""Log-probabilities are of the tokens that its grammar allows."""
+"""Log-probabilities are of the tokens that the row's grammar allows."""
 AFTER_ALL: Final = 128
-"""They are of what the token was chosen from."""
+"""Log-probabilities are of what the token was chosen from."""
 
 _MODES: Final[Mapping[LogprobsMode, int]] = {
     "raw_logprobs": 0,
@@ -66,7 +66,7 @@ class SlotOptions:
         return int(np.bitwise_or.reduce(self._needs[slots], initial=0))
 
     def wanted(self, slots: Ints) -> dict[int, LogprobOptions]:
-        """By row of `slots` [n], for the rows whose tokens something is reported of."""
+        """Options by row of `slots` [n], for the rows that want something reported of their tokens."""
         rows = np.flatnonzero(self._needs[slots] & LOGPROBS).tolist()
         return {row: self._wanted[slot] for row, slot in zip(rows, slots[rows].tolist(), strict=True)}
 

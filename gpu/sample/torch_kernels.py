@@ -43,7 +43,8 @@ def mask_rows(logits: Tensor, masks: MaskRows, live: Tensor, *, pdl: bool = Fals
 
 
 def _column(rows: Rows, name: str) -> NDArray[Any]:
-    """Of each true row its slot's entry in a table. In numpy, which is faster than torch for so few."""
+    """Each true row's value in the column `name` of the slot tables. In numpy, which is faster than torch for
+    so few."""
     column: NDArray[Any] = getattr(rows.tables, name).numpy()
     found: NDArray[Any] = column[rows.slots.numpy()[: int(rows.live)]]
     return found

@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
     @property
     def draws(self) -> int:
-        """Tokens that are drawn of a row at once."""
+        """Tokens that are drawn for a row at once."""
         return max(self.tokens - 1, 1)
 
 
@@ -72,7 +72,7 @@ class DraftRows(NamedTuple):
 
     @classmethod
     def of(cls, tables: SlotTables, block: Block = ONE_TOKEN) -> DraftRows:
-        """For as many rows as there are slots."""
+        """`DraftRows` for as many rows as there are slots."""
         device, rows = tables.words.device, tables.slots - 1
 
         def ints(*shape: int) -> Tensor:

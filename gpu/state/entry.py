@@ -46,7 +46,7 @@ MARK: Final = 2
 
 CASCADE_ROWS: Final = 8
 CASCADE_KEYS: Final = 256
-"""From where on common keys are attended to once for all rows: with fewer, reading them per row costs
+"""From so many common keys on they are attended to once for all rows: with fewer, reading them per row costs
 less than the extra kernel and merge would. By reasoning, not yet measured."""
 
 
@@ -63,8 +63,8 @@ def shared_keys(plan: StepPlan) -> int:
 
 class Limits(NamedTuple):
     """What an entry can hold: `writes` bounds page writes and marks each. `table_width` is the number of
-    pages in a row of the page table. Of the answer: `samples` tokens, and where decode rows may have drafts,
-    up to `drafts` each, how many tokens are each row's, and where these may be `trees`, which drafts."""
+    pages in a row of the page table. The answer holds `samples` tokens; where decode rows may have drafts, up
+    to `drafts` each, also how many tokens are each row's; and where these may be `trees`, which drafts."""
 
     rows: int
     chunks: int

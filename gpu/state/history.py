@@ -28,16 +28,18 @@ tokens, so no suffix with one occurs twice, and none is ever a draft."""
 UNIT: Final = 1024
 """One accepted draft."""
 START: Final = UNIT
-"""Expected of a new slot. After nine drafts that are all rejected it has less than `LEAST`."""
+"""Accepted drafts that are expected of a new slot. After nine drafts that are all rejected it has less than
+`LEAST`."""
 WEIGHT: Final = 4
 """A step with drafts makes up 1 / WEIGHT of the average: within a few steps it follows a text that turns from
 quotation to prose."""
 LEAST: Final = UNIT // 10
-"""Below it the slot gets no drafts: one that is accepted less often than in every twelfth step loses time."""
+"""A slot that expects less gets no drafts: one that is accepted less often than in every twelfth step loses
+time."""
 RETRY: Final = 64
-"""Such a slot gets one draft again once it has had none for so many steps, and more if that is accepted. If
-not, it has cost a thousandth of the time of those steps; even where verifying a draft costs half a step, as
-with one row of a mixture of experts, less than 1%."""
+"""A slot without drafts gets one again after so many steps, and more if that is accepted. If it is rejected,
+it has cost a thousandth of the time of those steps; even where verifying a draft costs half a step, as with
+one row of a mixture of experts, less than 1%."""
 
 EXPECTED: Final = 0
 WAITED: Final = 1
@@ -82,7 +84,7 @@ def history_words(slots: int, context: int, device: torch.device) -> Tensor:
 
 
 def history_bytes(slots: int, context: int) -> int:
-    """Bytes that these take on the device."""
+    """Bytes that histories take on the device."""
     return slots * (_width(context) + EXTRA) * torch.int32.itemsize
 
 

@@ -35,7 +35,7 @@ class KnownDrafts:
             self._drafts[:, 0].index_fill_(0, upload(np.array(slots, np.int64), self._drafts.device), 0)
 
     def end(self, slots: Sequence[int]) -> None:
-        """From the next step on no drafts of these slots are verified."""
+        """Verify no drafts of these slots from the next step on."""
         self._allowed.index_fill_(0, upload(np.array(slots, np.int64), self._allowed.device), 0)
 
     def fetch(self) -> None:

@@ -73,7 +73,7 @@ def make_served(slots: int, capacity: int, device: torch.device) -> Served | Non
 
 
 def served_bytes(slots: int, capacity: int) -> int:
-    """Bytes that it takes on the device."""
+    """Bytes that the index takes on the device."""
     if not capacity:
         return 0
     width, buckets = _sizes(slots, capacity)

@@ -17,9 +17,10 @@ _ALIGNED: Final = 4
 ONE: Final = 0x3F800000
 """Bits of the float32 1: those of positive numbers ascend as the numbers do."""
 LEVEL_BITS: Final = 20
-"""Of a float32 without these bits eight values are left to an octave."""
+"""Low bits of a float32 that a level leaves out: eight values are left to an octave."""
 LEVELS: Final = 64
-"""So many levels of probabilities are told apart: of eight octaves below 1, what is less in the last."""
+"""Levels of probability that are told apart: those of eight octaves below 1; the last one also stands for all
+that is less."""
 
 
 class Column:
@@ -65,13 +66,13 @@ class SlotTables:
     seed = Column(_LONG, lambda new: new.params.seed)
     # The future-token cell: a step's last kernel writes it, as the length, and the next step reads both.
     last_token = Column(_INT, lambda new: 0, device=True)
-    # Tokens before the last one: their KV is written. Of a prompt under way its chunks say so.
+    # Tokens before the last one: their KV is written. For a prompt under way its chunks say so.
     length = Column(_INT, lambda new: new.cached, device=True)
-    # Of its drafts so many are verified in a step.
+    # The most of its drafts that are verified in a step.
     max_drafts = Column(_INT, lambda new: NO_LIMIT if new.drafts else 0)
     # The first position that is not written.
     limit = Column(_INT, lambda new: new.limit, neutral=NO_LIMIT)
-    # Of its adapter's weights, -1 for none.
+    # The place of its adapter's weights, -1 for none.
     place = Column(_INT, lambda new: new.place, neutral=-1)
     # 0 is greedy.
     temperature = Column(_FLOAT, lambda new: 0.0 if new.params.greedy else new.params.temperature)

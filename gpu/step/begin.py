@@ -120,7 +120,7 @@ def begin_step(
 def _query_lengths(tables: SlotTables, slots: Ints, longest: int, drafts: int) -> Ints:
     """Tokens of each decode row: its last one, and drafts as far as its limits and those of all rows allow.
 
-    Where rows have more than `drafts` in all, those are taken that most likely survive, by level. Of equal
+    Where rows have more than `drafts` in all, those that most likely survive are taken, by level. Among equal
     ones a row's earlier drafts come first, then earlier rows: where no drafter tells probabilities, every row
     gets its first draft before one gets its second.
     """

@@ -57,7 +57,7 @@ class EventMark:
 
 
 class HostMark:
-    """For a device that has done its work when the call returns."""
+    """A mark for a device that has done its work when the call returns."""
 
     __slots__ = ("_at",)
 
@@ -88,7 +88,7 @@ class Answer(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Before a step's first launch and behind its last."""
+    """Marks before a step's first launch and behind its last."""
 
     began: Mark
     ended: Mark

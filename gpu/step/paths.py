@@ -23,7 +23,8 @@ class PathMover:
         self._kv = None if pool is None else pool.data.view(torch.int32).flatten(1, 2).flatten(2)
 
     def __call__(self, samples: int) -> None:
-        """Behind the acceptance of the first `samples` samples, in the same graph. Chains need none of it."""
+        """Runs behind the acceptance of the first `samples` samples, in the same graph. Chains need none of
+        it."""
         if self._buffers.paths is None:
             return
         buffers, rows = self._buffers, self._buffers.rows.first(samples)

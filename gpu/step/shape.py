@@ -16,7 +16,8 @@ ENTRIES = 4
 """Entries of each ring: the deepest overlap is 2, and a step more is written while one is read."""
 
 PAGE_WRITES = 8192
-"""In one entry, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as many."""
+"""Page writes in one entry, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as
+many."""
 
 
 class Shape(NamedTuple):
@@ -41,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def places(self) -> int:
-        """For adapters on the device."""
+        """Places for adapters on the device."""
         return 0 if self.adapters is None else self.adapters.places
 
     @property

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 MAX_SAMPLES = 1024
-"""Where rows have drafts: rows of logits, each 0.6 MB of a vocabulary of 152,000. At 256 rows that is three
-drafts each, and more tokens than a step verifies at the speed of its weights."""
+"""Most rows of logits where rows have drafts, each 0.6 MB for a vocabulary of 152,000. At 256 rows that is
+three drafts each, and more tokens than a step verifies at the speed of its weights."""
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -32,7 +32,7 @@ def mixed_sizes(max_tokens: int) -> list[int]:
 
     A padded token costs its share of every product, and under short prompts that come one by one most steps
     have 300 to 1,500 tokens. With sizes 256 apart from 512 on, `short512` with two replicas on H100s made
-    29,800 tokens/s, with closer ones 32,700. Of an 8B on an H100, 704 and 832 tokens took as long as 768 and
+    29,800 tokens/s, with closer ones 32,700. For an 8B on an H100, 704 and 832 tokens took as long as 768 and
     896: tiles of products have 128 tokens. Each size is a graph to capture at start.
     """
     sizes = [*range(64, 640, 64), *range(640, 2048, 128), *range(2048, 4096, 256)]

@@ -35,7 +35,7 @@ class Forward(msgspec.Struct, frozen=True):
     which at most `samples` are sampled from. One that is `shared` attends apart to the keys that the decode
     rows have in common, which takes launches of its own, and one that is `deep` cuts the keys of its chunks,
     or those of its few decode rows, which takes more. With `query` above 1 a decode row has at most so many
-    tokens, which share one pass over its keys. Of a step without `adapters` no row has one."""
+    tokens, which share one pass over its keys. In a step without `adapters` no row has one."""
 
     tokens: int
     decode: int

@@ -38,7 +38,7 @@ _UNUSED = ("t2d", f"{_BASE}t2d")
 """Which of the target's tokens the draft has: what d2t says, turned around."""
 
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Of the target's tables, at an MTP layer."""
+"""An MTP layer's copies of the target's tables."""
 
 _NORMS = ("norm.weight", "norm_hidden.weight", "norm_embedding.weight")
 
@@ -91,8 +91,8 @@ def check_layer(source: Path, prefix: str) -> None:
 
 
 def _found(spec: DraftSpec, source: Path) -> frozenset[str]:
-    """Those of the optional tensors that the checkpoint has. Raises `ModelError` where it lacks one that the
-    target cannot lend."""
+    """The optional tensors that the checkpoint has. Raises `ModelError` where it lacks one that the target
+    cannot lend."""
     if source.suffix == ".gguf":
         raise ModelError(f"{source}: draft models are read from safetensors, not from .gguf.")
     names = {name.removeprefix(_BASE) for names in names_by_file(source).values() for name in names}

@@ -16,12 +16,12 @@ _MXFP4_SCALE = 120
 
 
 def fill_dummy(places: Places, device: torch.device, slices: Slices = MappingProxyType({})) -> None:
-    """Normal(0, 0.02), norms 1. The same every time: seed 0, in the order of `places`. Of several ranks each
-    gets its `slices` of what one alone would have."""
+    """Fill weights with Normal(0, 0.02) and norms with 1, the same every time: seed 0, in the order of
+    `places`. Each of several ranks gets its `slices` of what one alone would have."""
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(place: torch.Tensor, name: str, dtype: torch.dtype, each: int = 1) -> torch.Tensor:
-        """Of a place whose entries stand for `each` inputs."""
+        """Random weights for a place whose entries stand for `each` inputs."""
         own = slices.get(name)
         shape = (*place.shape[:-1], place.shape[-1] * each) if own is None else own.shape
         whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)

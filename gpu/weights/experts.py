@@ -55,7 +55,7 @@ class Stack(NamedTuple):
         return f"{self.experts}.{expert}.{part}_proj.{_KINDS[self.kind][0]}"
 
     def parts(self, expert: int, tensor: Tensor) -> Mapping[str, Tensor]:
-        """By place views of what the `tensor` has of one expert, numbers as they lie or restored, [outputs,
+        """Views of one expert's part of `tensor`, by place: numbers as they lie or restored, [outputs,
         inputs]."""
         rows = tensor if self.kind == "_bias" else tensor.flatten(1) if self.packed else tensor.T
         if not self.fused:

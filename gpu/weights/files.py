@@ -113,13 +113,13 @@ class _Shard(NamedTuple):
     holders: Mapping[str, Path]
 
     def shape(self, name: str) -> list[int]:
-        """Of a tensor in this file."""
+        """The shape of a tensor in this file."""
         found: list[int] = self.file.get_slice(name).get_shape()
         return found
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One that may lie in another file. Most do not: opening one for each of the 18,432 matrices of a
-        Qwen3-30B-A3B would parse its header as often."""
+        """A tensor that may lie in another file. Most do not: opening a file for each of the 18,432 matrices
+        of a Qwen3-30B-A3B would parse its header as often."""
         here = self.holders[name] == self.path
         with nullcontext(self.file) if here else open_file(self.holders[name]) as file:
             tensor: torch.Tensor = file.get_tensor(name)
@@ -197,7 +197,8 @@ def _scales_of(name: str, shape: list[int], shard: _Shard) -> torch.Tensor:
 
 
 def _put_scaled(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """As it is, where its place has such numbers, scaled as it is."""
+    """Put a scaled weight as it is where its place has numbers of its dtype, scaled the same way; dequantise
+    it elsewhere."""
     shape = filler.scale_shape(name, weight.dtype)
     kept = None if shape is None else as_place_scale(scale, shape)
     if kept is not None:

@@ -50,7 +50,7 @@ class Coarse(Protocol):
     """A quantised matrix [outputs, inputs] as a checkpoint has it, of which never all is dequantised."""
 
     def part(self, dim: int, start: int, size: int) -> Coarse:
-        """Those `size` outputs (dim 0) that begin at `start`."""
+        """The `size` outputs (dim 0) from `start` on."""
         ...
 
     def slabs(self) -> Iterator[tuple[int, Coarse]]:
@@ -96,8 +96,8 @@ class Filler:
         slices: Slices = MappingProxyType({}),
     ) -> None:
         """`copy` is how a tensor gets into its place, `base` what a checkpoint may leave out before a
-        place's name, `unused` are beginnings of names that belong to nothing here. Of a tensor named in
-        `slices` a place takes that part; the rest of a mapped file is not read."""
+        place's name, `unused` are beginnings of names that belong to nothing here. A place takes that part of
+        a tensor named in `slices`; the rest of a mapped file is not read."""
         self._places, self._slices = places, slices
         self._names = names or Names()
         self._copy = copy
@@ -182,8 +182,8 @@ class Filler:
             yield from names
 
     def scale_shape(self, name: str, dtype: torch.dtype) -> tuple[int, ...] | None:
-        """Of the scale of `name`, which is wanted and of `dtype`, e4m3 or int8, where its place takes it as
-        it is; of a fused matrix where it has one for each output."""
+        """The shape of the scale of `name`, which is wanted and of `dtype`, e4m3 or int8, where its place
+        takes the weight as it is; for a fused matrix only where it has a scale for each output."""
         parts = self._parts(name) or [self._place_name(name)]
         if any(self._places[part].dtype != dtype for part in parts):
             return None

@@ -56,7 +56,8 @@ _LAYER: Mapping[str, str] = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-"""With {} for the number of an expert where a tensor holds the matrices of all."""
+"""A layer's names in the file and ours, with {} for the number of an expert where a tensor holds the matrices
+of all."""
 
 _GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
 _GROUPED = {
@@ -101,7 +102,7 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     "qwen35moe": _LINEAR,
     "qwen3next": _LINEAR | _MIXED,
 }
-"""By architecture what its layers have otherwise, or besides: some names are whole, with their end."""
+"""Names by architecture that differ from `_LAYER` or come besides; some names are whole, with their end."""
 
 _PERMUTED = ("granite", "llama", "smollm3")
 """Architectures whose q and k are in the order of interleaved rope."""
@@ -198,7 +199,7 @@ class _Matrix(NamedTuple):
     inputs: int
 
     def part(self, dim: int, start: int, size: int) -> _Matrix:
-        """Those `size` outputs that begin at `start`; `dim` is 0."""
+        """The `size` outputs from `start` on; `dim` is 0."""
         return self._replace(rows=self.rows[start : start + size])
 
     def slabs(self) -> Iterator[tuple[int, _Matrix]]:
@@ -242,7 +243,7 @@ class _Rows(NamedTuple):
 
 
 Order = Callable[[int], torch.Tensor]
-"""For so many rows, which one of the file comes where."""
+"""For a number of rows, the index of the file's row that comes to each place."""
 
 
 class _Joined(NamedTuple):
@@ -346,7 +347,8 @@ class _Heads(NamedTuple):
         }
 
     def tiled(self) -> tuple[Mapping[str, Order], Mapping[str, _Joined]]:
-        """Of Qwen3.5: heads of values that share one of keys are as far apart as there are of these."""
+        """The orders of Qwen3.5: value heads that share a key head are as far apart as there are key
+        heads."""
         orders = dict.fromkeys(("attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt"), self._grouped)
         return {**orders, "attn_qkv": self._behind}, {
             "ssm_a": _Joined((), lambda decay: (-decay[self._grouped(len(decay))]).log()),

@@ -42,8 +42,8 @@ _BESIDE = {
 
 
 class Side(NamedTuple):
-    """Of a tensor the dimension along a side of the matrix, and how much of the side an entry stands for, 0:
-    all of it."""
+    """The dimension of a tensor that lies along a side of the matrix, and how much of the side an entry
+    stands for; 0: all of it."""
 
     dim: int
     per: int
@@ -56,7 +56,7 @@ class Sides(NamedTuple):
     inputs: Side | None
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Of the tensor of a matrix [outputs, inputs]."""
+        """The shape of the tensor for a matrix [outputs, inputs]."""
         sizes = {
             side.dim: -(-size // side.per) if side.per else 1
             for side, size in zip(self, (outputs, inputs), strict=True)
@@ -66,7 +66,7 @@ class Sides(NamedTuple):
 
 
 def _tensors(int4: Int4) -> Mapping[str, Sides]:
-    """Those of a layer, the numbers first."""
+    """The tensors of a layer, the numbers first."""
     group = int4.group
     if int4.format == "pack-quantized":
         found = {
@@ -117,8 +117,8 @@ class Packed(NamedTuple):
         return self.inputs // (self.int4.group or self.inputs)
 
     def part(self, dim: int, start: int, size: int) -> Packed:
-        """Those `size` outputs (dim 0) or inputs that begin at `start`, views. Raises `ModelError` where they
-        begin or end within a word or a group."""
+        """Views of the `size` outputs (dim 0) or inputs from `start` on. Raises `ModelError` where they begin
+        or end within a word or a group."""
         if (start, size) == (0, (self.outputs, self.inputs)[dim]):
             return self
         found = dict(self.tensors)
@@ -142,7 +142,7 @@ class Packed(NamedTuple):
             yield first, self.part(0, first, min(step, self.outputs - first))
 
     def to(self, device: torch.device, copy: Copy) -> Packed:
-        """The same on a device."""
+        """The same matrix on a device."""
         if device.type == "cpu":
             return self
         found = {}

@@ -45,13 +45,13 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "w2": ("down_proj",),
     "gate_up_proj": FUSED["gate_up_proj"],
 }
-"""Of names below `experts`."""
+"""Parts that the names below `experts` stand for."""
 
 _FLAT: Mapping[str | None, tuple[str, ...]] = {
     "base_layer": _PARTS["gate_up_proj"],
     None: _PARTS["down_proj"],
 }
-"""The same for `target_parameters`."""
+"""Parts that the names of `target_parameters` below `experts` stand for."""
 
 _WHOLE = ("modules_to_save", "embed_tokens.weight", "lm_head.weight", "base_layer.weight")
 
@@ -142,7 +142,7 @@ def _match(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
 def _choices(pattern: str) -> int:
     """Ways through the alternatives of a pattern."""
     groups = [(0, 1)]
-    """Of each open group: ways through earlier alternatives, and through this one."""
+    """For each open group: ways through earlier alternatives, and through this one."""
     for sign in _LITERAL.sub("x", pattern):
         earlier, ways = groups[-1]
         if sign == "(":
@@ -209,7 +209,7 @@ def _read_config(directory: Path) -> _Config:
 
 
 class _Reader:
-    """Of one adapter."""
+    """Reads the factors of one adapter."""
 
     def __init__(
         self, config: _Config, shapes: Sequence[LoraShape], targets: Sequence[str], into: Sequence[LoraMatrix]

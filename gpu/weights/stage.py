@@ -11,7 +11,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], None]
 """Fills its first argument, a model's place, with its second. From any reading thread."""
 
 STAGE_BYTES = 16 * 2**20
-"""Of a pinned buffer: several milliseconds of a thread's copying, 300 µs of a PCIe 5 bus."""
+"""Size of a pinned buffer: several milliseconds of a thread's copying, 300 µs of a PCIe 5 bus."""
 
 
 class Stage(threading.local):

@@ -32,7 +32,7 @@ from gpu.kernels.cuda_kernel import Blocks, CudaKernel, compile_kernel
 SOURCE = Path(__file__).with_suffix(".cu")
 
 CAPABILITY = (9, 0)
-"""Where it was measured."""
+"""Compute capability of the device that it was measured on."""
 
 CHUNK = 16
 """Keys that a warp attends to at once: a page has a multiple of them."""
@@ -41,7 +41,7 @@ DIMS, GROUP = (64, 128), 8
 """Columns that a head may have, and the most query heads of a KV head."""
 
 WARPS = 16
-"""Of a block. Each has shared memory for 16 keys, their values, and 8 queries."""
+"""Warps of a block. Each has shared memory for 16 keys, their values, and 8 queries."""
 
 MOST_CLUSTERS = 8
 """KV heads times rows; at 16 some of them wait for others."""

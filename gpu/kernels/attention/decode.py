@@ -8,12 +8,12 @@ All rows' keys are laid end to end in tiles, and every program takes an equal ru
     segments  |     0     |   -   2   |  3  |  4  | ...
 
 so long rows get more programs, short ones share one, and no length changes the grid: one captured
-graph serves them all. What a program does of one row is a segment. A row of one segment is finished
-there. Of a row of several, each stores a partial result; the last program (a counter per row and head)
-merges them, which saves the launch of a second kernel, or with few rows that kernel does
-(`gpu.kernels.attention.split_kv`). The segment of program c in the row that is the r-th with any keys lies
-at c + r: along the staircase above one of the two grows at each step, so no two share a place, a program's
-lie side by side, and so do a row's.
+graph serves them all. A segment is what one program does of one row. A row of one segment is finished there.
+Each segment of a row of several stores a partial result; the last program (a counter per row and head) merges
+them, which saves the launch of a second kernel, or with few rows that kernel does
+(`gpu.kernels.attention.split_kv`). The segment of program c in the row that is the r-th with any keys lies at
+c + r: along the staircase above one of the two grows at each step, so no two share a place, a program's lie
+side by side, and so do a row's.
 
 A program runs through its tiles in one loop, whatever row they are of: the next row's keys and queries
 are on their way while a row ends. (A loop per row ran dry at each end: 512 rows of 96 keys took 89 us
@@ -79,7 +79,8 @@ MERGED = 2048
 """Elements of partial results that a warp of a program merges at once: 64 registers a thread."""
 
 MOST_MERGED = 16
-"""Of them at once, however small: the compiler sees each, and 64 are several seconds of its time."""
+"""Most partial results that a warp merges at once, however small: the compiler sees each, and 64 are several
+seconds of its time."""
 
 
 class Workspace(NamedTuple):
@@ -97,7 +98,7 @@ class Workspace(NamedTuple):
 def decode_workspace(
     max_rows: int, heads: int, kv_heads: int, head_dim: int, config: DecodeConfig, device: torch.device
 ) -> Workspace:
-    """For up to `max_rows` rows."""
+    """The workspace of decode attention for up to `max_rows` rows."""
     return Workspace(
         partials(config.programs * config.queries + max_rows, heads, head_dim=head_dim, device=device),
         torch.zeros(max_rows, kv_heads, dtype=torch.int32, device=device),

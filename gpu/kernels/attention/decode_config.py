@@ -108,10 +108,10 @@ VERIFY: dict[int, tuple[tuple[int, DecodeConfig], ...]] = {
     32: ((4, _Cut(64, 4, 2, 2, least=2)), (256, _Cut(64, 4, 5, 2)), (0, _Cut(32, 4, 7, 2))),
     64: ((4, _Cut(64, 4, 5, 2, least=4)), (256, _Cut(64, 4, 4, 2)), (0, _Cut(32, 4, 7, 2))),
 }
-"""By lanes, for heads of up to 128 in two bytes: up to how many rows which cut; the last one is for more, and
-for `few` keys, by reasoning. `programs` here are those of a multiprocessor. The others are the best of those
-measured on an H200 at 1, 32, 128 and 256 rows of 1,024 and 4,096 keys (`bench/results/verify-h200.json`; at
-32 rows of 1,024 keys 64 lanes take 36.9 us, in tiles of 32 keys 36.0).
+"""Cuts by lanes, for heads of up to 128 in two bytes, each behind the most rows that it is for; the last one
+is for more, and for `few` keys, by reasoning. `programs` here are those of a multiprocessor. The others are
+the best of those measured on an H200 at 1, 32, 128 and 256 rows of 1,024 and 4,096 keys
+(`bench/results/verify-h200.json`; at 32 rows of 1,024 keys 64 lanes take 36.9 us, in tiles of 32 keys 36.0).
 
 With few rows a config of more lanes cuts a row into fewer pieces, because one program merges all pieces of a
 row: a piece of 64 lanes has 32 KB, as much as a tile of 64 keys. The tiles of a piece are under way
@@ -137,7 +137,7 @@ def verify_config(
     deep: bool = True,
     coarse: bool = False,
 ) -> DecodeConfig:
-    """As `decode_config`, for a graph of so many tokens of rows that have up to `query` each. A longer row
+    """Like `decode_config`, for a graph of so many tokens of rows that have up to `query` each. A longer row
     than a tile of queries is taken for several; where two have no room in one, or a lone row of large groups
     is read faster so, each token is a row of its own."""
     plain = head_dim <= 128 and deep

@@ -39,7 +39,7 @@ class DecodePlan(NamedTuple):
 
 @jit
 def _pick(own: tl.tensor, values: tl.tensor) -> tl.tensor:
-    """Of `values` [n] those that `own` [m, n] marks, at most one in each row: [m], 0 where there is none."""
+    """The `values` [n] that `own` [m, n] marks, at most one in each row: [m], 0 where there is none."""
     return tl.sum(tl.where(own, values[None, :], 0), 1)
 
 
@@ -81,8 +81,8 @@ def _plan(
                 oldest -= drafts_beside(tl.load(ancestors + r, mask=live, other=-1))
         start = tl.maximum(start, oldest)
     if QUERIES > 1:
-        # Of every QUERIES tokens of a row the first one stands for all: it begins where its own keys do and
-        # ends where the last one's do. The others have no keys.
+        # The first of every QUERIES tokens of a row stands for all: it begins where its own keys do and ends
+        # where the last one's do. The others have no keys.
         before = tl.zeros([BLOCK], tl.int32)
         behind = tl.zeros([BLOCK], tl.int32)
         for i in range(1, longest):

@@ -25,7 +25,7 @@ from gpu.kernels.attention.prefill_plan import FIELDS, Chunks, PrefillConfig, pl
 from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, pow2
 
 ARRAYS = 7
-"""Of the list: tile, first row, first page-table entry or packed key, queries, keys, head, chunk."""
+"""Arrays of the list: tile, first row, first page-table entry or packed key, queries, keys, head, chunk."""
 
 
 class Fa3Schedule(NamedTuple):

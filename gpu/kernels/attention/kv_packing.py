@@ -1,11 +1,11 @@
 """Keys and values of a step's chunks, out of their pages: side by side, as the copy engine fetches tiles.
 
-FA3 gathers pages row by row, and its copying warps ask anew for every row of every tile. Of keys that lie
-side by side one thread asks for a tile. On an H200 at its power limit, 32 query and 8 KV heads of 128,
-2 x 4,096 tokens take 503 us so and 593 out of pages, 8 x 1,024 take 168 and 205; packing 8,192 tokens
-takes 19. Few tokens behind many cached ones are not worth it, and then a step leaves all where they are:
-a list of each kind would be two launches, and the second one short of work. The copy of float8 pages
-has the dtype of the queries, because FA3 needs that.
+FA3 gathers pages row by row, and its copying warps ask anew for every row of every tile. For keys that lie
+side by side one thread asks for a tile. On an H200 at its power limit, 32 query and 8 KV heads of 128, 2 x
+4,096 tokens take 503 us so and 593 out of pages, 8 x 1,024 take 168 and 205; packing 8,192 tokens takes 19.
+Few tokens behind many cached ones are not worth it, and then a step leaves all where they are: a list of each
+kind would be two launches, and the second one short of work. The copy of float8 pages has the dtype of the
+queries, because FA3 needs that.
 
     packed    | chunk 0 ......... 0 0 0 | chunk 1 .................. 0 | stale        0: zeros up to a tile
 """

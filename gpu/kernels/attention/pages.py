@@ -88,7 +88,7 @@ def latent_parts(heads: int) -> int:
 
 
 def kernel_args(q: Tensor, pages: Pages) -> tuple[Keys, Shape]:
-    """Of a kernel that attends with `q` [n, heads, dim], over latents [n, heads, dim + tail]."""
+    """Arguments of a kernel that attends with `q` [n, heads, dim], over latents [n, heads, dim + tail]."""
     k, v, table, size, scale, cap, (k_scale, v_scale), sinks = pages
     _, kv_heads, dim = v.shape
     tail = k.shape[2] - dim

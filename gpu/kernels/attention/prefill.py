@@ -64,7 +64,8 @@ def _places(
 
 @jit
 def _scores(q: tl.tensor, k_at: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """Of all queries with the keys at `k_at`. Those behind the end may be NaN: they are replaced later."""
+    """Scores of all queries with the keys at `k_at`. Those behind the end may be NaN: they are replaced
+    later."""
     if SHAPE.dim == SHAPE.block_d:
         k = tl.load(k_at)
     else:
@@ -74,7 +75,7 @@ def _scores(q: tl.tensor, k_at: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
 
 @jit
 def _values(v_at: tl.tensor, seen: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """Those at `v_at` [TILE, block_d] of keys that are `seen` [TILE, 1]: a bad value must not be loaded,
+    """Values at `v_at` [TILE, block_d] of keys that are `seen` [TILE, 1]: a bad value must not be loaded,
     since 0 × NaN is NaN."""
     if SHAPE.dim != SHAPE.block_d:
         seen = seen & (tl.arange(0, SHAPE.block_d) < SHAPE.dim)[None, :]
@@ -172,7 +173,7 @@ def _prefill(
         found = beside_sinks(found, high + tl.log2(total), keys.sinks, head, known)
         tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
     else:
-        # Of this part's keys a query may see none.
+        # A query may see none of this part's keys.
         found = acc * tl.where(total > 0, keys.v_scale / total, 0.0)[:, None]
         if pieces == 1:
             found = beside_sinks(found, high + tl.log2(total), keys.sinks, head, known)

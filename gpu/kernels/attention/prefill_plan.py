@@ -89,7 +89,7 @@ def prefill_config(
 
 
 def latent_prefill_config(parts: int, processors: int, itemsize: int = 2) -> PrefillConfig:
-    """Of `parts` of query heads over latents (MLA): results of 64 queries, 512 columns each, are 128
+    """Sizes for `parts` of query heads over latents (MLA): results of 64 queries, 512 columns each, are 128
     registers a thread of eight warps, and two tiles of 32 keys are under way. In four bytes, which are for
     correctness alone, blocks are a quarter."""
     queries, tile = (64, 32) if itemsize <= 2 else (16, 16)

@@ -27,7 +27,7 @@ class Partials(NamedTuple):
 
 
 def partials(*shape: int, head_dim: int, device: torch.device) -> Partials:
-    """Room for so many, uninitialised: one for all layers."""
+    """Room for so many partial results, uninitialised: one for all layers."""
     return Partials(
         torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
@@ -77,8 +77,8 @@ def store_segment(
     QUERIES: tl.constexpr,
 ) -> None:
     """Store the result of a segment: the row's own, beside its `sinks`, where it is the only one, else a part
-    of it. Of the up to
-    QUERIES queries of a row each has HEADS heads, and `head` counts them from the first one's on."""
+    of it. Each of a row's queries, up to QUERIES, has HEADS heads, and `head` counts them from the first
+    one's on."""
     if QUERIES > 1:  # a query that sees none of the segment's keys
         total = tl.where(total == 0, 1.0, total)
     found, sums = acc * (v_scale / total)[:, None], high + tl.log2(total)

@@ -26,7 +26,7 @@ _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
 class Heads(NamedTuple):
-    """Of queries, of keys, and numbers of each."""
+    """How many heads queries and keys have, and how many numbers a head has."""
 
     queries: int
     keys: int
@@ -192,6 +192,7 @@ def interleave(units: Tensor) -> Tensor:
 
 
 def kernels() -> Kernels | None:
-    """This machine's, for as many threads as torch has now, or None. The first call may run a compiler."""
+    """This machine's kernels, for as many threads as torch has now, or None. The first call may run a
+    compiler."""
     functions = library()
     return None if functions is None else Kernels(functions)

@@ -42,10 +42,10 @@ WORKSPACE = 32 * 2**20
 
 FLOAT32, FLOAT32_SUMS, BFLOAT16 = 0, 68, 14
 TRANSPOSE_A = 3
-"""Of a product's attributes: cuBLAS counts columns first, so that W [outputs, inputs] is its Aᵀ."""
+"""One of a product's attributes: cuBLAS counts columns first, so that W [outputs, inputs] is its Aᵀ."""
 MOST_WORKSPACE = 1
 TILE, SPLIT, REDUCTION, SWIZZLE, KIND, CLUSTER = 1, 2, 3, 4, 5, 8
-"""Of an algorithm's attributes, of four bytes each, but for CLUSTER's two. KIND is its "custom option"."""
+"""An algorithm's attributes, of four bytes each, but for CLUSTER's two. KIND is its "custom option"."""
 IN_FLOAT32 = 2
 """How parts of a split product are added."""
 ASKED = 16
@@ -82,7 +82,7 @@ Sizes = tuple[int, int, int]
 
 
 def choices(device: str, folder: Path = FOLDER) -> dict[Sizes, Choice]:
-    """Of a device: for bfloat16 what was measured, by sizes, rows MANY where the file names none; empty
+    """Choices measured on a device for bfloat16, by sizes, with MANY rows where the file names none; empty
     without a file."""
     path = folder / f"dense_bfloat16_{device.replace(' ', '_')}.json"
     if not path.exists():
@@ -92,7 +92,7 @@ def choices(device: str, folder: Path = FOLDER) -> dict[Sizes, Choice]:
 
 
 def sizes_of(name: str) -> Sizes:
-    """What an entry of such a file is for."""
+    """The sizes that an entry of such a file is for."""
     *rows, outputs, inputs = (int(part) for part in name.split("x"))
     return rows[0] if rows else MANY, outputs, inputs
 
@@ -217,7 +217,7 @@ class Products:
         self._by_size: dict[Sizes, tuple[Product, _Algorithm] | None] = {}
 
     def product(self, rows: int, outputs: int, inputs: int) -> Product:
-        """Of one shape."""
+        """The product of one shape."""
         return Product(self._library, self._handle, self._space, (rows, outputs, inputs))
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -244,7 +244,7 @@ class Products:
 
 
 def products(device_name: str, device: torch.device) -> Products | None:
-    """Of this device; None where nothing was measured, or where cuBLASLt cannot be reached."""
+    """Products of this device; None where nothing was measured, or where cuBLASLt cannot be reached."""
     if not (chosen := choices(device_name)):
         return None
     try:

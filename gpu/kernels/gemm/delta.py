@@ -54,7 +54,7 @@ class DeltaShape(NamedTuple):
 
 
 def delta_shape(lora: LoraMatrix, parts: int) -> DeltaShape:
-    """Of an `h` in `parts` parts."""
+    """The shape of an `h` in `parts` parts."""
     places, rank = len(lora.b), lora.rank
     return DeltaShape(
         places, pow2(places), rank, pow2(rank), lora.b.stride(0), lora.ranks.stride(0), parts, lora.parts

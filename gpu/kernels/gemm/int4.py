@@ -184,8 +184,8 @@ def _sums(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Of each group of the four tiles `some` of rows their sums, for each output [BLOCK_N, BLOCK_M]: by the
-    tensor cores, which so have them where `_multiply_add` needs them."""
+    """Sums of each group of the four tiles `some` of rows, for each output [BLOCK_N, BLOCK_M]: by the tensor
+    cores, which leave them where `_multiply_add` needs them."""
     ones = tl.full([BLOCK_N, SPAN], 1.0, x.dtype.element_ty)
     found: tl.tensor = ()
     for k in tl.static_range(0, _WORD * SPAN, GROUP):

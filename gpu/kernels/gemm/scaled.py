@@ -123,9 +123,9 @@ SMALLEST = ScaledGemmConfig(64, 128, 4, 3, tma=False)
 
 
 def scaled_gemm_config(rows: int, outputs: int) -> ScaledGemmConfig:
-    """For a product of so many rows, on a device with 132 multiprocessors. Measured for e4m3 on an H200
-    at 6,144 outputs of 4,096 inputs, us, the best of eight cuts and cuBLAS in bfloat16: 14.2 and 16.7 (128
-    rows), 32 and 36 (512), 223 and 261 (4,096).
+    """The config for a product of so many rows, on a device with 132 multiprocessors. Measured for e4m3 on an
+    H200 at 6,144 outputs of 4,096 inputs, us, the best of eight cuts and cuBLAS in bfloat16: 14.2 and 16.7
+    (128 rows), 32 and 36 (512), 223 and 261 (4,096).
 
     Tiles of 128 rows that are a few more than there are multiprocessors would run in two waves, the second
     nearly empty; of 64 rows three run at once. At 512 rows, us with tiles of 64 and of 128: 32 and 41 at
@@ -153,7 +153,7 @@ def scaled_gemm(
 ) -> Tensor:
     """x Wᵀ + b of e4m3 `x` [n, inputs] with float32 `x_scales` [n, inputs / 128] and e4m3 `weight`
     [outputs, inputs] with `scale` [outputs / 128, inputs / 128], or of int8 with `x_scales` [n] and `scale`
-    [outputs], all contiguous: a new [n, outputs]. Of int8 16 divides inputs."""
+    [outputs], all contiguous: a new [n, outputs]. For int8, 16 divides inputs."""
     rows, size = x.shape
     outputs = len(weight)
     assert weight.dtype == INT8 or not (outputs % BLOCK or size % BLOCK or BLOCK % config.block_n)

@@ -20,7 +20,7 @@ end; those of blocks the sum of each 128 products, which then are never rounded 
 are (to 14 bits: DeepSeek-V3's report, 3.3.2). Where rows have the scales, what 128 products gave is added in
 float32. Sums of int8 are int32 and exact, across parts of K too.
 
-Of rows with adapters the epilogue adds the deltas (`gpu.kernels.gemm.delta`), which need what `shrink`, the
+For rows with adapters the epilogue adds the deltas (`gpu.kernels.gemm.delta`), which need what `shrink`, the
 kernel in front, finds. The product does not wait for it: `shrink` lets its dependents begin when what both
 read, the rows, is there. The wait stands in front of the epilogue.
 """
@@ -51,7 +51,7 @@ LEAST_ROWS, MOST_ROWS = 3, 64
 cuBLAS takes 137; at 96 143 and 134."""
 
 MOST_SCALED_ROWS = 128
-"""Where rows have the scales. At 128 Qwen3-8B's o, down and gate_up with silu, us here and by cuBLAS,
+"""Most rows where rows have scales. At 128 Qwen3-8B's o, down and gate_up with silu, us here and by cuBLAS,
 what quantises included: 14 and 18, 28 and 36, 38 and 44; qkv, whose inputs are not split, 19 and 17."""
 
 LEAST_WEIGHTS = 1 << 23
@@ -86,8 +86,8 @@ class SkinnyConfig(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of e4m3 or int8 rows and weights: float32 [n] and [outputs], or [n, inputs / 128] and [outputs / 128,
-    inputs / 128]. See `gpu.quant.scaled`."""
+    """Scales of e4m3 or int8 rows and weights: float32 [n] and [outputs], or [n, inputs / 128] and [outputs /
+    128, inputs / 128]. See `gpu.quant.scaled`."""
 
     x: Tensor
     weight: Tensor
@@ -349,10 +349,10 @@ def skinny_config(rows: int, weight: Tensor, gated: bool = False) -> SkinnyConfi
 def skinny_scaled_config(
     rows: int, weight: Tensor, by_block: bool, gated: bool = False
 ) -> SkinnyConfig | None:
-    """The same for `weight` of e4m3 or int8, scaled by blocks or by rows: of e4m3 the quickest of 8 to 24
-    cuts on an H200, but for 0.3 us, at 1, 8, 32 and 64 rows of Qwen3-8B's products. us by rows, by blocks and
-    of bfloat16: qkv 9, 11 and 15 (1 row), 11, 15 and 16 (64), o 7, 9 and 13, down 15, 17 and 32 (1 row), 17,
-    26 and 31 (64), gate_up with silu 26, 26 and 48 (1 row), 32, 33 and 52 (64)."""
+    """Like `skinny_config`, for `weight` of e4m3 or int8, scaled by blocks or by rows: for e4m3 the quickest
+    of 8 to 24 cuts on an H200, but for 0.3 us, at 1, 8, 32 and 64 rows of Qwen3-8B's products. us by rows, by
+    blocks and of bfloat16: qkv 9, 11 and 15 (1 row), 11, 15 and 16 (64), o 7, 9 and 13, down 15, 17 and 32 (1
+    row), 17, 26 and 31 (64), gate_up with silu 26, 26 and 48 (1 row), 32, 33 and 52 (64)."""
     outputs, inputs = weight.shape
     if rows > (MOST_ROWS if by_block else MOST_SCALED_ROWS) or outputs * inputs < LEAST_WEIGHTS:
         return None

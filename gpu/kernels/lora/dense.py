@@ -27,7 +27,7 @@ from gpu.kernels.lora_rows import max_tiles, take_tile
 from gpu.lora import LoraMatrix, LoraRows
 
 MOST_PARTS = 32
-"""Of the inputs of a `shrink`: each program of `expand` reads them all."""
+"""Most parts of the inputs of a `shrink`: each program of `expand` reads them all."""
 
 
 MOST_SUMS = 8192
@@ -60,9 +60,9 @@ def split_inputs(programs: int, steps: int) -> int:
 def lora_config(rows: int, lora: LoraMatrix) -> LoraConfig:
     """For a step of `rows` rows: a wave of programs in `shrink`, two in `expand`.
 
-    Of more than 256 rows, as prompts have, what was fastest on an H200 for an 8B's matrices with 8 adapters
-    of rank 16, at 512 to 8,192 rows: `shrink` and `expand` within 1.2 of the time for their bytes from 2,048
-    rows on, `expand_silu` within 1.5. Of fewer by reasoning, not measured.
+    For more than 256 rows, as prompts have, the sizes are what was fastest on an H200 for an 8B's matrices
+    with 8 adapters of rank 16, at 512 to 8,192 rows: `shrink` and `expand` within 1.2 of the time for their
+    bytes from 2,048 rows on, `expand_silu` within 1.5. For fewer they are by reasoning, not measured.
     """
     places, wide, inputs = lora.a.shape[0], lora.a.shape[-2], lora.a.shape[-1]
     block_k = 128 if wide <= 64 else 64
@@ -193,7 +193,7 @@ def outputs_of(
 
 @jit
 def _weights(b: tl.tensor, cols: tl.tensor, end: tl.tensor, SIZES: tl.constexpr) -> tl.tensor:
-    """Of the outputs `cols` of `b` [outputs, rank] those before `end`: [block_r, cols]."""
+    """Weights of the outputs `cols` of `b` [outputs, rank] that are before `end`: [block_r, cols]."""
     r = tl.arange(0, SIZES.block_r)[:, None]
     mask = (cols < end)[None, :] & (r < SIZES.rank)
     return tl.load(b + cols[None, :] * SIZES.rank + r, mask=mask, other=0.0)
@@ -396,7 +396,7 @@ def expand_silu(
     use = config or lora_config(n, lora)
     sizes = _sizes(lora, lora.rank)
     out = both.new_empty(n, width)
-    # Of both halves: 256 were a tenth slower than 128 from 512 rows on.
+    # A block has outputs of both halves: 256 were a tenth slower than 128 from 512 rows on.
     block_n = min(use.block_n, 128)
     _expand_silu[(max_tiles(n, sizes.places + 1, use.rows_out), cdiv(width, block_n))](
         h,

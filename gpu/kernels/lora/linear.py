@@ -27,8 +27,8 @@ from gpu.kernels.lora.dense import expand, expand_silu, lora_config, shrink
 from gpu.lora import LoraMatrix, LoraRows
 
 MOST_PARTS = 4
-"""Of what an epilogue sums: each of its programs reads them all, and the product, whose programs fill most
-processors, leaves room for some 36 others."""
+"""Most parts that an epilogue sums: each of its programs reads them all, and the product, whose programs fill
+most processors, leaves room for some 36 others."""
 
 T = TypeVar("T")
 _cuda: Any = torch.cuda  # parts of it are untyped
@@ -54,7 +54,7 @@ class Branch:
             return work()
 
     def join(self) -> None:
-        """What follows waits for `run`."""
+        """Make what follows wait for `run`."""
         if self._open:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._open = False
@@ -63,7 +63,7 @@ class Branch:
 def shrink_ahead(
     x: Tensor, lora: LoraMatrix, rows: LoraRows, *, pdl: bool = False
 ) -> tuple[Delta, DeltaShape]:
-    """What `skinny_gemm` of `x`, launched next, adds."""
+    """The delta that `skinny_gemm` of `x`, launched next, adds."""
     cut = lora_config(len(x), lora)
     h = shrink(x, lora, rows, config=cut._replace(parts=min(cut.parts, MOST_PARTS)), pdl=pdl)
     return Delta(h, lora.b, lora.ranks, rows), delta_shape(lora, len(h))
@@ -95,8 +95,8 @@ def lora_gated(
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """The same of a fused gate and up product [n, 2 * width], with silu(g) · u: a new [n, width]. `num_rows`
-    as for `expand_silu`."""
+    """Like `lora_linear`, for a fused gate and up product [n, 2 * width], with silu(g) · u: a new [n, width].
+    `num_rows` as for `expand_silu`."""
     h, both = _beside(x, lora, rows, branch, product, pdl)
     return expand_silu(h, lora, rows, both, num_rows=num_rows, pdl=pdl, joined=branch is not None)
 

@@ -86,8 +86,8 @@ def _adapters(
 def _group(
     adapter: tl.tensor, current: tl.tensor, BLOCK_R: tl.constexpr, GROUP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of the `adapter` of each row the next GROUP from `current` on, by ranks [GROUP * BLOCK_R], _NONE where
-    there are fewer; and the one behind them."""
+    """The next GROUP places from `current` on among those of the rows (`adapter`), by ranks [GROUP *
+    BLOCK_R], _NONE where there are fewer; and the place behind them."""
     at = tl.arange(0, GROUP * BLOCK_R) // BLOCK_R
     found = at + _NONE
     for i in tl.static_range(GROUP):
@@ -218,8 +218,8 @@ def shrink_pairs(
 def adapters_of(
     delta: PairDelta, pairs: tl.tensor, index: tl.tensor, inside: tl.tensor, DELTA: tl.constexpr
 ) -> tl.tensor:
-    """Of the pairs at `index` that are `inside`, for `add_pair_delta`. All is older than `shrink_pairs`:
-    loaded in front of a product's loop, it is there behind it."""
+    """The adapters' places for the pairs at `index` that are `inside`, for `add_pair_delta`. All that is read
+    is older than `shrink_pairs`: loaded in front of a product's loop, it is there behind it."""
     row = tl.load(pairs + index, mask=inside, other=0) // DELTA.top_k
     return _adapters(delta.places, delta.ranks, row, inside, DELTA.rank_by_place)
 

@@ -75,7 +75,7 @@ def fused_moe(
     tall, up, low = config.block_m, config.up, config.down
 
     def delta(rows: Tensor, at: int, after: int) -> tuple[PairDelta, PairDeltaShape] | None:
-        """Of the adapters for the layer's first or second GEMM of `rows`."""
+        """The adapters' deltas for the layer's first or second GEMM of `rows`."""
         if adapters is None or (own := lora[at]) is None:
             return None
         return shrink_pairs(rows, own, adapters, tiles, tall, top_k, gathered=at == 0, after=after, pdl=pdl)

@@ -108,7 +108,7 @@ def _rows(
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of ROWS rows of a tile from OFFSET on: which there are, where their results go, and, where they are
+    """ROWS rows of a tile from OFFSET on: which there are, where their results go, and, where they are
     gathered, where they lie. What is computed on those behind `count` is dropped."""
     m = OFFSET + tl.arange(0, ROWS)
     inside = m < count
@@ -254,7 +254,7 @@ def tma_gemm(
     delta: tuple[PairDelta, PairDeltaShape] | None,
     pdl: bool,
 ) -> None:
-    """As `gpu.kernels.moe.grouped_gemm`, into `out`, with `tiles` cut with TALL rows. Rows of `w`, and for
+    """Like `gpu.kernels.moe.grouped_gemm`, into `out`, with `tiles` cut with TALL rows. Rows of `w`, and for
     `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each. `after` is how many programs of
     `gate_up` a tile of `down` waits for; 0: for all kernels before.
     """

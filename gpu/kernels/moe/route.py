@@ -72,7 +72,7 @@ class Router(NamedTuple):
 
 
 def router(experts: int, top_k: int, renormalise: bool, choice: Choice = PLAIN) -> Router:
-    """With the blocks that its sizes need."""
+    """The router with the blocks that its sizes need."""
     sigmoid, _, groups, top_groups, scale = choice
     blocks = max(pow2(experts), 16), max(pow2(top_k), 2)
     block_g = max(pow2(groups), 2)
@@ -222,7 +222,7 @@ def _write_blocks(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> None:
-    """One of `parts` parts of the table, from the pairs of each expert and where they begin, int32
+    """Write one of `parts` parts of the table, from the pairs of each expert and where they begin, int32
     [BLOCK_E]: of every expert the tiles `part`, `part` + `parts` and so on, and entries behind all.
 
     An expert's tiles are as few as can be and differ by one unit at most, the greatest power of two that

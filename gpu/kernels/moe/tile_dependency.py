@@ -39,7 +39,7 @@ from gpu.kernels.jit import begin, jit, launch_dependents
 
 @jit
 def signal(counter: tl.tensor) -> None:
-    """After a program's last store: count it."""
+    """Count a program, after its last store."""
     tl.debug_barrier()  # all threads' stores, before one thread increments the counter
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
 

@@ -73,7 +73,7 @@ def rule(shape: MoeShape, tokens: int, deep: bool = False) -> MoeConfig:
     """Sizes from the rows an expert gets on average. `deep`: the device has compute capability 9.0 and its
     228 KiB of shared memory."""
     average = tokens * shape.top_k / shape.experts
-    # Of int8 not measured; where there is less room than on Hopper, tiles of 16 bits leave half of it.
+    # int8 was not measured; where there is less room than on Hopper, tiles of 16 bits leave half of it.
     fp8 = shape.dtype.startswith(FP8_NAME) or (shape.dtype == INT8_NAME and deep)
     if shape.dtype in (MXFP4_NAME, INT4_NAME):
         integers = shape.dtype == INT4_NAME
@@ -115,7 +115,7 @@ def _fp8_tiles(shape: MoeShape, average: float) -> tuple[int, TileConfig, TileCo
 
 
 def _packed_tiles(average: float, integers: bool) -> tuple[int, TileConfig, TileConfig]:
-    """As `_tiles`, not measured either. Numbers are turned into 16 bits in registers: no descriptor loads
+    """Like `_tiles`, not measured either. Numbers are turned into 16 bits in registers: no descriptor loads
     them, and tiles of many rows are no wider than the registers hold. A step over K takes 128 inputs of
     MXFP4, but 256 of `integers`, of which fewer fit into shared memory at once."""
     few, many = TileConfig(64, 64, 4, 4 - integers, True), TileConfig(128, 64, 8, 3 - integers, True, True)
@@ -151,7 +151,7 @@ class MoeConfigs:
         self.source = str(path) if self._table else "rule"
 
     def at(self, tokens: int) -> MoeConfig:
-        """For a step of `tokens` rows, padding counted. A file that begins above the few rows of
+        """The config for a step of `tokens` rows, padding counted. A file that begins above the few rows of
         `few_rows_moe` says nothing about them."""
         if not self._table or tokens <= SMALL_ROWS < min(self._table):
             return rule(self._shape, tokens, self._deep)

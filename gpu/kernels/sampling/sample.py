@@ -47,7 +47,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, tables: SlotTables) -> Columns:
-        """Those of `tables`."""
+        """The columns of `tables`."""
         return cls(*(getattr(tables, name) for name in cls._fields))
 
 
@@ -73,7 +73,7 @@ class Runs(NamedTuple):
 
 
 class _Totals(NamedTuple):
-    """The same of whole rows: float32 [rows]."""
+    """`high` and `mass` of whole rows: float32 [rows]."""
 
     high: Tensor
     mass: Tensor
@@ -127,7 +127,7 @@ def _gumbel(bits: tl.tensor) -> tl.tensor:
     # Near 0, 1 - v would lose v's digits, and small values decide races: a series there.
     series = v * (1.0 + v * (0.5 + v * (1 / 3 + v * (0.25 + v * (0.2 + v * (1 / 6))))))
     rest = ((2147483647 - bits).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
-    # As the CPU clamps v to 1 - 2**-24, so `rest` to 2**-24.
+    # `rest` is clamped to 2**-24, as the CPU clamps v to 1 - 2**-24.
     e = tl.where(v < 0.0625, series, -tl.log(tl.maximum(rest, 5.9604644775390625e-8)))
     return -tl.log(e)
 
