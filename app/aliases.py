@@ -113,12 +113,12 @@ ALGORITHMS: Mapping[str, str] = {
         ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"
     ),
 }
-"""Their names of ways to draft, to ours; other names are the same."""
+"""SGLang's and vLLM's names of speculative algorithms, to ours; other names are the same."""
 VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": _HALF,
     "--generation-config": {"vllm": "none"},
     "--kv-dtype": {"fp8_e4m3": "fp8"},
-    # What a checkpoint is says its config.json.
+    # The checkpoint's config.json says how it is quantized.
     "--quantization": {
         **dict.fromkeys(
             ("awq", "awq_marlin", "gptq", "gptq_marlin", "moe_wna16", "compressed-tensors"), "auto"
@@ -137,7 +137,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "total_tokens": "fewest-tokens",
     },
 }
-"""By our flag: their names of values that we have too. Other values stay, and are refused if unknown."""
+"""SGLang's and vLLM's names of our values, by our flag. Other values stay, and are refused if unknown."""
 
 _BACKEND = "each constraint runs on the backend that supports all of it"
 _CHAIN = "it affects speed only, and looked up drafts are a chain"
@@ -185,7 +185,7 @@ IGNORED_VALUES: Mapping[str, str] = {
     "--random-seed": "a request without a seed gets a random one",
     "--seed": "a request without a seed gets a random one",
 }
-"""The same for flags that take a value."""
+"""Flags that take a value and change no answer, with the reason."""
 
 ONLY: Mapping[str, str] = {
     "--pp-size": "1",
@@ -199,7 +199,7 @@ SPECULATION = "--speculative-config"
 """vLLM's flag of which one JSON object is the value."""
 
 THEIRS = frozenset({*RENAMED, *SWITCHES, *IGNORED, *IGNORED_VALUES, *ONLY, SPECULATION})
-"""All of their flags that are known here."""
+"""All flags of SGLang and vLLM that are known here."""
 
 _VALUED = {*RENAMED, *VALUES, *IGNORED_VALUES, *ONLY, SPECULATION}
 

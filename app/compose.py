@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MASK_THREADS = 8
-"""That fill masks at once: 64 rows of Qwen3's vocabulary take 0.9 ms on one."""
+"""Threads that fill masks at once: 64 rows of Qwen3's vocabulary take 0.9 ms on one."""
 
 SHARED = ("model", "cache", "schedule", "speculative", "lora", "parallel")
 """Groups of settings that are equal on all nodes, but for `OWN`."""
@@ -73,12 +73,12 @@ class Live(msgspec.Struct, frozen=True):
     replicas: Replicas
     loaded: Loaded
     adapters: list[AdapterInfo]
-    """To load at the start."""
+    """Adapters to load at the start."""
     grammars: Compiler | None
     memory: tuple[str, ...]
-    """What the memory of each device holds, one phrase a part."""
+    """Contents of each device's memory, one phrase a part."""
     publishers: Sequence[tuple[Publisher, CacheEvents]]
-    """Of the events of each replica's cache; none unless `--kv-events-config` says so."""
+    """A publisher for the events of each replica's cache; none unless `--kv-events-config` says so."""
 
     async def start(self) -> None:
         """Start the engines on the running loop. Raises `ConfigError` for an adapter that is refused."""
@@ -164,8 +164,8 @@ def _load(config: Config, publishers: Sequence[Publisher], progress: Progress) -
 
 
 def _publishers(config: Config) -> Iterator[Publisher]:
-    """Of the cache's events, one for each replica. Before the model is loaded: an address that is taken shows
-    at once."""
+    """Publishers of the cache's events, one for each replica. Made before the model is loaded: an address
+    that is taken shows at once."""
     settings = kv_events(config.cache, config.parallel.dp)
     if settings is None:
         return
@@ -240,7 +240,7 @@ def _join(config: Config, spec: ModelSpec) -> Nodes:
 
 
 def _adapters_at_start(config: Config, progress: Progress) -> list[AdapterInfo]:
-    """Those of `--lora`, fetched."""
+    """The adapters of `--lora`, fetched."""
 
     def fetched(adapter: AdapterInfo) -> AdapterInfo:
         path = resolve_adapter(adapter.path, config.model, lambda text: progress(text, 0.0))
@@ -275,7 +275,7 @@ def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compil
 def _executors(
     config: Config, spec: ModelSpec, source: Path, beside: Beside, progress: Progress
 ) -> list[LocalExecutor]:
-    """One for each replica, ready to run."""
+    """An executor for each replica, ready to run."""
     made: list[LocalExecutor] = []
     with ExitStack() as refused:
         if config.parallel.nnodes > 1:
@@ -306,7 +306,7 @@ def _engine(executor: Executor, config: Config, events: CacheEvents | None) -> E
     cache = CacheManager(
         capabilities.num_pages,
         capabilities.page_size,
-        # What an encoder computes of a prefix depends on what follows it.
+        # An encoder's results for a prefix depend on what follows it.
         radix=config.cache.radix_cache and capabilities.causal,
         eviction=config.cache.eviction,
         pin_share=config.cache.pin_share,

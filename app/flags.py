@@ -48,7 +48,7 @@ class Group(NamedTuple):
 
 
 class FileFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """Of every command."""
+    """Flags of every command."""
 
     config: Annotated[
         str,
@@ -59,7 +59,7 @@ class FileFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a command that takes none."""
+    """Flags of a command that takes none."""
 
 
 class Given(NamedTuple):

@@ -11,9 +11,9 @@ _pool: list[str] = []
 
 
 def random_hex(digits: int) -> str:
-    """That many random hexadecimal digits, at most 32, from the system's generator.
+    """A string of `digits` random hexadecimal digits, at most 32, from the system's generator.
 
-    It is asked for many at once: one call takes 15 to 20 µs on a virtual machine, and a request has two ids,
+    Many are generated at once: one call takes 15 to 20 µs on a virtual machine, and a request has two ids,
     which was 6% of what it costs the event loop. Any thread may call this: each entry is taken once.
     """
     while True:

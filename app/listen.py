@@ -64,7 +64,7 @@ async def listen(runner: Runner, serve: ServeConfig) -> Address:
 
 
 def tls(serve: ServeConfig) -> ssl.SSLContext | None:
-    """For HTTPS; None for HTTP. Raises `ConfigError` for files that cannot be used."""
+    """The context for HTTPS; None for HTTP. Raises `ConfigError` for files that cannot be used."""
     if not serve.ssl_certfile:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -84,7 +84,7 @@ def tls(serve: ServeConfig) -> ssl.SSLContext | None:
 
 
 def _check_readable(name: str, path: str) -> None:
-    """Raises `ConfigError`: ssl's own error names no file."""
+    """Raise `ConfigError` for a file that cannot be read: ssl's own error names no file."""
     try:
         with open(path, "rb"):
             pass

@@ -51,7 +51,7 @@ def run(config: Config) -> NoReturn:
 
 
 class Ranks(Protocol):
-    """Those of this process (`gpu.nodes.follow.Follower`)."""
+    """The ranks of this process (`gpu.nodes.follow.Follower`)."""
 
     @property
     def busy(self) -> bool:
@@ -59,7 +59,7 @@ class Ranks(Protocol):
         ...
 
     def run(self) -> None:
-        """Until node 0 has ended. Raises `EngineFailed`."""
+        """Run until node 0 has ended. Raises `EngineFailed`."""
         ...
 
 

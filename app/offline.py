@@ -78,11 +78,11 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
-"""Of all prompts, or of each."""
+"""One adapter for all prompts, or one or none for each."""
 
 
 _OPEN: set[LLM] = set()
-"""What is not closed yet, in this process."""
+"""The instances in this process that are not closed yet."""
 
 
 def _close_all() -> None:
@@ -119,7 +119,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """The same from settings that are complete."""
+        """An instance from settings that are complete."""
         made = cls.__new__(cls)
         made._open(config, progress=False)
         return made
@@ -149,7 +149,7 @@ class LLM:
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The model's name."""
         return self._live.loaded.card.name
 
     @property
@@ -414,7 +414,7 @@ class LLM:
 
 
 def make_config(model: str, settings: Mapping[str, Any]) -> Config:
-    """Settings by name into their groups. Raises `ConfigError` for a name or value that is wrong."""
+    """A config from settings by name. Raises `ConfigError` for a name or value that is wrong."""
     groups = {
         "model": ModelConfig,
         "cache": CacheConfig,
@@ -458,7 +458,7 @@ def _chats(messages: Conversations, sampling: Sampling, fields: Mapping[str, Any
 
 
 def _inputs(kind: type[T], inputs: Prompts, fields: Mapping[str, Any]) -> list[T]:
-    """Bodies of as many inputs as one takes."""
+    """Bodies with as many inputs each as one takes."""
     prompts = _prompts(inputs)
     return [
         converted({**_known(kind, fields), "input": prompts[at : at + MAX_CHOICES]}, kind)

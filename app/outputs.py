@@ -54,11 +54,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     finish_reason: str | None = None
     hidden_states: list[float] | None = None
-    """In the last piece, as in `Choice`."""
+    """Set in the last piece, as in `Choice`."""
 
 
 def output_of(answer: Mapping[str, Any]) -> Output:
-    """From the JSON answer of chat or completions, requested with `return_token_ids`."""
+    """The output in a JSON answer of chat or completions, requested with `return_token_ids`."""
     choices = []
     for choice in answer["choices"]:
         message = choice.get("message")
@@ -69,7 +69,7 @@ def output_of(answer: Mapping[str, Any]) -> Output:
 
 
 def delta_of(index: int, piece: Piece, states: list[float] | None = None) -> Delta:
-    """From the engine's piece."""
+    """The delta for a piece from the engine."""
     finish = piece.finish
     return Delta(
         index=index,

@@ -1,4 +1,4 @@
-"""What every process that serves or runs ranks does at its start and its end."""
+"""Steps at the start and the end of every process that serves or runs ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What handlers use: the service's health, and the loaded model."""
+"""The objects that handlers use: the service's health, and the loaded model."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     created: int
     weight_dtype: str = ""
-    """Of the layers' weights; `dtype` is that of activations."""
+    """Type of the layers' weights; `dtype` is that of activations."""
     kv_dtype: str = ""
-    """Of the KV pool."""
+    """Type of the KV pool."""
     attention_backend: str = ""
     """Backends in use, in the form that `--attention-backend` takes."""
     device: str = "cpu"
     implementation: Implementation = "native"
-    """Whose layers run."""
+    """The implementation whose layers run."""
     format: str = "safetensors"
-    """Of the weight files; or `gguf`."""
+    """Format of the weight files; or `gguf`."""
     size: int = 0
     """Bytes of the weight files."""
     sampling: SamplingParams = SamplingParams()
@@ -126,14 +126,14 @@ class Loaded(msgspec.Struct, frozen=True):
     reasoning: ReasoningFamily | None = None
     """Format of reasoning; None: the model has none."""
     adapter: AdapterInfo | None = None
-    """The one that a request has selected; `card` has its name then."""
+    """The adapter that a request has selected; `card` has its name then."""
     settings: ServeConfig = ServeConfig()
     """The operator's defaults for answers, and whether requests may have their own chat templates."""
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)
     helper: Helper = msgspec.field(default_factory=HelperProcess)
-    """For chat templates of requests and for grammars."""
+    """Helper process for chat templates of requests and for grammars."""
     bodies: Helper = msgspec.field(default_factory=HelpersBySize)
-    """For bodies too large to be decoded on the loop."""
+    """Helper processes for bodies too large to be decoded on the loop."""
 
 
 class Service:
@@ -144,11 +144,11 @@ class Service:
 
     def __init__(self, settings: dict[str, object]) -> None:
         self.settings = settings
-        """For `/server_info`, without secrets."""
+        """The server's settings for `/server_info`, without secrets."""
         self.health = Health()
         self.started_at = time.time()
         self.startup_seconds = 0.0
-        """From the start until the model was ready; 0 before."""
+        """Seconds from the start until the model was ready; 0 before."""
         self._loaded: Loaded | None = None
 
     def ready(self, loaded: Loaded) -> None:

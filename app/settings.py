@@ -40,7 +40,7 @@ ENGINE_GROUPS = (
 )
 GROUPS = (*ENGINE_GROUPS, Group("serve", ServeConfig))
 OFFLINE_GROUPS = (*ENGINE_GROUPS, Group("parser", ServeConfig, PARSERS))
-"""Of an engine without a server."""
+"""Flags of an engine without a server."""
 
 ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --max-model-len, ...) work too."
 
@@ -53,7 +53,7 @@ COMMANDS = {
     "check-config": "print the settings that flags, variables and file make, or what is wrong with them",
     "doctor": "look at versions, devices, memory, model files and port, and say what to change",
 }
-"""By name, what each does."""
+"""Commands by name, with what each does."""
 
 
 class GenerateFlags(FileFlags, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ def make_pull_parser() -> Parser:
 
 
 def make_models_parser() -> Parser:
-    """Of `models`, which only has --help."""
+    """Flags of `models`, which only has --help."""
     return Parser("models", "List the architectures that are served.", (), own=NoFlags)
 
 
@@ -133,27 +133,27 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def parse_generate(argv: Sequence[str]) -> tuple[Config, GenerateFlags]:
-    """The same for the arguments after `generate`."""
+    """As `parse`, for the arguments after `generate`."""
     parser = make_generate_parser()
     config, given = parse_with(parser, argv)
     return config, parser.filled(given, GenerateFlags)
 
 
 def parse_chat(argv: Sequence[str]) -> tuple[Config, ChatFlags]:
-    """The same for those after `chat`."""
+    """As `parse`, for the arguments after `chat`."""
     parser = make_chat_parser()
     config, given = parse_with(parser, argv)
     return config, parser.filled(given, ChatFlags)
 
 
 def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, Given]:
-    """Settings, and what was given of them."""
+    """Settings, and those of them that were given."""
     given = gather(parser, argv)
     return settings(parser, given), given
 
 
 def settings(parser: Parser, given: Given) -> Config:
-    """All groups, checked together. Exits as `parse` does."""
+    """Settings of all groups, checked together. Exits as `parse` does."""
     config = msgspec.convert({group.title: parser.filled(given, group.kind) for group in GROUPS}, Config)
     try:
         config = msgspec.structs.replace(config, parallel=of_torchrun(config.parallel))

@@ -58,7 +58,7 @@ def _from_variables(parser: Parser) -> Given:
 
 
 def _value(parser: Parser, variable: str, text: str, action: argparse.Action) -> Any:
-    """What a variable's text stands for: on or off, several values separated by commas, or one."""
+    """The value of a variable's text: on or off, several values separated by commas, or one."""
     if isinstance(action, argparse.BooleanOptionalAction):
         if (switch := _SWITCH.get(text.lower())) is None:
             parser.refuse(variable, f"must be 1 or 0, got {text!r}")

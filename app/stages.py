@@ -15,14 +15,14 @@ from core.clock import monotonic
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 10.0
-"""Between two lines of one stage."""
+"""Seconds between two lines of one stage."""
 
 
 class Stages:
     """Takes a stage and the share of it that is done, 0 to 1. Called from any thread."""
 
     seconds_left: float | None = None
-    """Of the stage, at its rate so far; None while it has none."""
+    """Seconds left of the stage, at its rate so far; None while it has none."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock

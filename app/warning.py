@@ -17,7 +17,7 @@ HEADER = "X-Loom-Warning"
 
 MAX_WARNINGS = 8
 MAX_CHARS = 300
-"""Of one warning. Clients and proxies accept headers of 8 KB in all."""
+"""Characters of one warning. Clients and proxies accept headers of 8 KB in all."""
 
 MAX_BODY = 32 * 1024
 """Bytes up to which a body's fields are checked: it is decoded once more, on the loop."""
@@ -94,7 +94,7 @@ def _nearest(kind: type[msgspec.Struct], name: str) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """Without case and separators: `maxTokens` and `max-tokens` are spellings of `max_tokens`."""
+    """A name without case and separators: `maxTokens` and `max-tokens` are spellings of `max_tokens`."""
     return name.lower().replace("-", "").replace("_", "")
 
 

@@ -35,15 +35,15 @@ _ANSWERS: Mapping[type[msgspec.Struct], Callable[[Any, Loaded], Awaitable[dict[s
 
 
 async def answer(body: Any, loaded: Loaded) -> dict[str, Any]:
-    """What the endpoint of a decoded body answers, with vectors as arrays. `stream` is ignored. Raises
-    `core.errors`."""
+    """The answer of the endpoint that takes such a decoded body, with vectors as arrays. `stream` is ignored.
+    Raises `core.errors`."""
     if getattr(body, "stream", None):
         body = msgspec.structs.replace(body, stream=None)
     return await _ANSWERS[type(body)](body, selected(loaded, body.model, getattr(body, "lora_path", None)))
 
 
 async def _answer_json(kind: type[msgspec.Struct], body: bytes, loaded: Loaded) -> dict[str, Any]:
-    """The same for a body as it comes, vectors as JSON."""
+    """The answer to a body that is not decoded yet, with vectors as JSON."""
     found = await answer(await decode(kind, body, loaded.bodies), loaded)
     for each in found.get("data", ()):
         if isinstance(each.get("embedding"), np.ndarray):
@@ -53,4 +53,4 @@ async def _answer_json(kind: type[msgspec.Struct], body: bytes, loaded: Loaded) 
 
 
 ANSWERS: Answers = {url: partial(_answer_json, kind) for url, kind in _BODIES.items()}
-"""By endpoint."""
+"""Functions from body to answer, by endpoint."""

@@ -23,7 +23,7 @@ ROUTES = Routes()
 DOCUMENTED = web.AppKey("documented", tuple)
 
 ALWAYS = (400, 500, 503)
-"""Of every route: malformed HTTP, an internal error, a server that starts or drains."""
+"""Statuses of every route: malformed HTTP, an internal error, a server that starts or drains."""
 WITH_BODY = (408, 413, 415, 417)
 
 _REF = "#/components/schemas/"
@@ -168,7 +168,7 @@ def _responses(path: str, route: Route) -> dict[str, Schema]:
 
 
 def _statuses(path: str, facts: Facts) -> set[int]:
-    """Of errors."""
+    """Statuses of a route's errors."""
     statuses = {*ALWAYS, *facts.get("errors", ())}
     if not is_open(path):
         statuses.add(401)

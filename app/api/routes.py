@@ -106,7 +106,7 @@ def _data(serve: ServeConfig) -> Path:
 
 
 def _reporters(serve: ServeConfig) -> list[Reporter]:
-    """Raises `ConfigError`."""
+    """The reporters that are configured. Raises `ConfigError`."""
     reporters: list[Reporter] = []
     if serve.otlp_traces_endpoint:
         reporters.append(_spans(serve.traces_url))
@@ -116,7 +116,7 @@ def _reporters(serve: ServeConfig) -> list[Reporter]:
 
 
 def _spans(endpoint: str) -> Reporter:
-    """Exports to an OTLP/HTTP collector. Raises `ConfigError`."""
+    """A reporter that exports to an OTLP/HTTP collector. Raises `ConfigError`."""
     try:
         from app.http.spans import Spans
     except ImportError as error:

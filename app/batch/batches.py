@@ -102,7 +102,7 @@ class Batches:
         return batch
 
     async def get(self, owner: str, id: str) -> Batch:
-        """Its current state. Raises `NotFound`."""
+        """The current state of a batch. Raises `NotFound`."""
         return self._live(await self.store.run(lambda disk: disk.batch(owner, id)))
 
     async def list(self, owner: str, page: Page) -> list[Batch]:
@@ -138,7 +138,7 @@ class Batches:
                 while not self._closing and (found := await self.store.run(Disk.next_batch)) is not None:
                     owner, batch = found
                     self._work = Work(owner, batch, self.store, self._answers, service, capacity)
-                    # It may have been cancelled on disk before it became `_work`.
+                    # The batch may have been cancelled on disk before it became `_work`.
                     stored = await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))
                     if stored.status == "cancelling":
                         self._work.batch = stored

@@ -36,7 +36,7 @@ class BackgroundRun:
     def __init__(self, engine: Generator, replica: int) -> None:
         self._engine = engine
         self.replica = replica
-        """Where it runs."""
+        """The replica where it runs."""
         self.runs: list[Run] = []
         self.preempted = False
         """Aborted for clients' requests: the answer is discarded and the line runs again."""

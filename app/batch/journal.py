@@ -19,7 +19,7 @@ SYNC_LINES = 32
 
 
 FIRST = b'{"id":"batch_req_'
-"""With which each record begins."""
+"""The bytes with which each record begins."""
 
 
 class Tally:
@@ -194,7 +194,7 @@ class _Entry(msgspec.Struct):
 
     @property
     def answered(self) -> bool:
-        """The line succeeded."""
+        """Whether the line succeeded."""
         return self.error is None and self.response is not None and self.response.status_code == 200
 
 

@@ -10,7 +10,7 @@ Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
 ACTIVE: frozenset[Status] = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
-"""Not ended: continued after a restart."""
+"""Statuses of batches that have not ended: these continue after a restart."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's list of them."""
+    """OpenAI's list of a batch's errors."""
 
     data: list[BatchError]
     object: str = "list"
@@ -100,7 +100,7 @@ class Usage(msgspec.Struct):
     reasoning_tokens: int = 0
 
     def add(self, usage: UsagePart) -> None:
-        """One more answer."""
+        """Add the usage of one more answer."""
         self.prompt_tokens += usage.prompt_tokens
         self.completion_tokens += usage.completion_tokens
         self.cached_tokens += (usage.prompt_tokens_details or {}).get("cached_tokens") or 0

@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS batches (
 );
 """
 _OWNER = "ALTER TABLE {} ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
-"""For directories from before there were owners: their files belong to no key."""
+"""Upgrades directories from before there were owners: their files belong to no key."""
 
 _file = msgspec.json.Decoder(FileRecord).decode
 _batch = msgspec.json.Decoder(Batch).decode
@@ -115,7 +115,7 @@ class Disk(Database):
         self._weigh()
 
     def file(self, owner: str, id: str) -> FileRecord:
-        """Raises `NotFound`, also for another owner's."""
+        """The record of a file. Raises `NotFound`, also for another owner's."""
         record = _file(self._doc("file", owner, id))
         if record.expires_at is not None and record.expires_at <= time.time():
             raise NotFound(f"The file {id!r} has expired.", "file_id")
@@ -126,7 +126,7 @@ class Disk(Database):
         return [_file(doc) for (doc,) in self._page("files", owner, page, purpose)]
 
     def delete_file(self, owner: str, id: str) -> None:
-        """Raises `NotFound`, and `RequestError` while a batch still reads it."""
+        """Remove a file. Raises `NotFound`, and `RequestError` while a batch still reads it."""
         self.file(owner, id)
         row = self._db.execute("SELECT id FROM batches WHERE input = ? AND active", (id,)).fetchone()
         if row is not None:
@@ -160,7 +160,7 @@ class Disk(Database):
         )
 
     def batch(self, owner: str, id: str) -> Batch:
-        """Raises `NotFound`, also for another owner's."""
+        """The record of a batch. Raises `NotFound`, also for another owner's."""
         return _batch(self._doc("batch", owner, id))
 
     def batches(self, owner: str, page: Page) -> list[Batch]:
@@ -222,5 +222,5 @@ class Store(DatabaseThread[Disk]):
 
     @property
     def exists(self) -> bool:
-        """Something was stored, by this server or an earlier one."""
+        """Whether anything was stored, by this server or an earlier one."""
         return (self.root / "store.sqlite").exists()

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Answer = Callable[[bytes, Loaded], Awaitable[Mapping[str, Any]]]
 """From a request's body to its answer. Raises `core.errors`."""
 Answers = Mapping[str, Answer]
-"""By endpoint."""
+"""Functions from body to answer, by endpoint."""
 
 TRIES = 3
 """Attempts at a line that ends for other reasons than itself: a timeout, an operator's abort."""
@@ -116,7 +116,7 @@ class Work:
         if errors:
             await self._fail(*errors)
             return
-        # It may have been cancelled in the meantime.
+        # The batch may have been cancelled in the meantime.
         status: Status = "in_progress" if self.batch.status == "validating" else self.batch.status
         await self._move(status, request_counts=Counts(total=total))
 
@@ -290,7 +290,7 @@ class Work:
         self._count()
 
     def _append(self, good: bool, text: bytes) -> None:
-        """Store's thread. The tally counts what is in the file."""
+        """Append a line to its journal, in the store's thread. The tally counts what is in the file."""
         self._journals[good].append(text)
         self._tally.add(text)
 

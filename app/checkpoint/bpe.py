@@ -1,7 +1,7 @@
 """tokenizer.json of the byte-level BPE vocabulary in a .gguf file, and of Kimi's tiktoken.model.
 
-Of .gguf files `transformers` reads those of the architectures that it knows alone, and splits most texts in
-one way: "1234" and much punctuation would become other tokens than a model was trained on. How texts are
+`transformers` reads .gguf files of the architectures that it knows alone, and splits most texts in one
+way: "1234" and much punctuation would become other tokens than a model was trained on. How texts are
 split is said by name (`tokenizer.ggml.pre`); what the names mean is in llama.cpp's llama-vocab.cpp, as a list
 of regular expressions after each of which the pieces are split further.
 """
@@ -52,7 +52,7 @@ def _words(letters: str, digits: str, others: str) -> str:
 
 
 def _cased(suffix: str, digits: str, han: str = "") -> str:
-    """GPT-4o's, where words of capitals and then others are apart."""
+    """GPT-4o's split, where words of capitals and then others are apart."""
     upper, lower = (
         rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{han}]",
         rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{han}]",
@@ -99,7 +99,7 @@ _SPLITS: Mapping[str, _Split] = {
     "glm4": _Split((_GPT4,)),
     "gpt-2": _Split((_GPT2,)),
     "gpt-4o": _Split((_cased(_SHORT, _THREE),)),
-    # As Kimi's tokenizer has it: llama.cpp's does not part words before capitals.
+    # The split of Kimi's tokenizer: llama.cpp's does not part words before capitals.
     "kimi-k2": _Split((r"\p{Han}+|" + _cased(_SHORT, _THREE, r"&&[^\p{Han}]"),)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -116,7 +116,7 @@ _SPLITS: Mapping[str, _Split] = {
 }
 
 _UNNAMED: Mapping[str, str] = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen2moe": "qwen2"}
-"""By architecture the split of files from before it was named."""
+"""The split of files from before it was named, by architecture."""
 
 
 def byte_level_bpe(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

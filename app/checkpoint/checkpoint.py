@@ -28,7 +28,7 @@ ADAPTER = "adapter_config.json"
 _HUB_CONFIG = ["config.json", "modules.json"]
 _HUB_WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.txt", "*.model", "*.jinja"]
-"""Never pickles and never Python."""
+"""Files that are fetched from the hub: never pickles and never Python."""
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """Holds `configs/models/NAME`, also where the package is installed."""
@@ -41,7 +41,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A model's files and configuration, before a weight is read."""
 
     names: tuple[str, ...]
-    """What clients call it; the first is what answers carry."""
+    """Names that clients may use; answers carry the first."""
     path: Path
     """Directory with the weights, or the .gguf file."""
     config: dict[str, Any]
@@ -241,7 +241,7 @@ def _check_supported(path: Path, facts: Mapping[str, Any], check: Check) -> None
 
 
 def _check_weights(path: Path) -> None:
-    """All the safetensors files that should be there are there."""
+    """Raise `ModelError` unless all the safetensors files that should be there are there."""
     index = read_object(path / "model.safetensors.index.json")
     if index is not None:
         names = set(map(str, (index.get("weight_map") or {}).values()))
@@ -285,7 +285,7 @@ def _chat_template(config: ModelConfig) -> str | None:
 
 
 def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> SamplingParams:
-    """Raises `ModelError` for a value that no request could have."""
+    """Defaults of sampling parameters. Raises `ModelError` for a value that no request could have."""
     if config.generation_config == "none":
         return SamplingParams()
     requested = read_object(path / "generation_config.json") or {}

@@ -86,7 +86,7 @@ def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
 
 
 def _cached(source: Path, write: Callable[[Path], None], kind: str = "") -> Path:
-    """What `write` leaves in an empty directory, kept under name, size and time of `source`, and `kind`."""
+    """Directory with what `write` makes, cached under name, size and time of `source`, and `kind`."""
     stat = source.stat()
     stem = source.stem if source.suffix == ".gguf" else source.parent.name
     target = cache_dir() / "converted" / f"{stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}-{_FORMAT}{kind}"
@@ -191,7 +191,7 @@ Read = tuple[str, dict[str, Any]]
 
 
 def _read_tokenizer(source: Path, read: Callable[[], Read]) -> Read:
-    """What `read` finds in `source`. Raises `ModelError`."""
+    """The tokenizer that `read` finds in `source`. Raises `ModelError` for any error of it."""
     try:
         return read()
     except ModelError:
@@ -216,7 +216,7 @@ def _vocabulary(path: Path, fields: Mapping[str, Any]) -> Read:
 
 
 def _tiktoken(source: Path, settings: Mapping[str, Any]) -> Read:
-    """Kimi's: others of that name are split in ways that no file tells."""
+    """Read Kimi's tokenizer: others of that name are split in ways that no file tells."""
     if (kind := settings.get("tokenizer_class")) != "TikTokenTokenizer":
         raise ModelError(
             f"{source} is read of tokenizer_class 'TikTokenTokenizer' (Kimi K2) alone, and "

@@ -1,1 +1,1 @@
-"""What runs beside the server, each as `python -m app NAME`."""
+"""Commands besides the server, each run as `python -m app NAME`."""

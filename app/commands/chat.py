@@ -33,7 +33,7 @@ Write = Callable[[str, bool], None]
 """Takes a piece of text, and whether it belongs to the answer: reasoning does not."""
 
 UNIX = "unix:"
-"""In front of a socket's path in `--url`."""
+"""Prefix of a socket's path in `--url`."""
 
 CONTROL = dict.fromkeys(each for each in (*range(32), *range(127, 160)) if each not in b"\n\t")
 """Characters that are not printed: a model could move the cursor or set the terminal's title."""
@@ -44,7 +44,7 @@ _fields = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Model(Protocol):
-    """Who answers."""
+    """The side of a conversation that answers."""
 
     name: str
 
@@ -84,7 +84,7 @@ class Conversation:
         self._failed = False
 
     def run(self) -> int:
-        """Until the input ends."""
+        """Talk until the input ends. Returns the exit code."""
         if sys.stdin.isatty():
             print(f"{self._model.name}: {HELP}.")
         while (line := _read()) is not None and line != "/exit":
@@ -187,7 +187,7 @@ class _Remote:
 
 @contextmanager
 def _remote(url: str, key: str, fields: dict[str, Any]) -> Iterator[Model]:
-    """Raises `ConfigError` where no server answers."""
+    """The model of the server at `url`. Raises `ConfigError` where no server answers."""
     with asyncio.Runner() as runner:
         session = runner.run(_session(url, key))
         try:

@@ -22,7 +22,7 @@ from core.env import cache_dir
 from core.errors import ConfigError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "aiohttp", "triton", "flashinfer-python")
-"""Whose versions a report of a bug should name."""
+"""Packages whose versions a bug report should name."""
 
 SPACE = 2**28
 """Bytes on a disk below which the next batch or answer may not fit."""
@@ -106,7 +106,7 @@ def _disk(config: Config) -> Iterable[str]:
 
 
 def _writable(folder: Path, setting: str) -> str:
-    """Raises `ConfigError` where it can be neither written nor made."""
+    """A line about a folder's free space. Raises `ConfigError` where it can be neither written nor made."""
     stat = os.statvfs(check_writable(folder, setting))
     free = stat.f_bavail * stat.f_frsize
     if free < SPACE:

@@ -36,7 +36,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_coder", "think"),
     "SmolLM3ForCausalLM": ("hermes", "think"),
 }
-"""What chat models of an architecture mostly write: calls of tools, and reasoning. A start takes the formats
+"""Formats of tool calls and of reasoning that chat models of an architecture mostly write. A start takes them
 from the checkpoint's chat template instead (`--tool-parser auto`, `--reasoning-parser auto`)."""
 
 

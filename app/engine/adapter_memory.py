@@ -23,41 +23,42 @@ class Use(msgspec.Struct, eq=False):
     info: AdapterInfo
     jobs: int = 0
     placing: int = 0
-    """Replicas to whose devices it is on its way."""
+    """Number of replicas that are copying the adapter to their devices."""
     closing: bool = False
-    """Being unloaded: no more jobs."""
+    """The adapter is being unloaded: no more jobs may use it."""
     changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
 class AdapterMemory(Shielded):
     """Host memory of one replica, and copies from there to its device.
 
-    The least recently placed makes way in host memory for others, and is read again when it is needed.
+    When host memory is full, the least recently placed adapter is dropped; it is read again when needed.
 
     Owner: event loop.
     """
 
     def __init__(self, engine: Engine, limit: int, uses: Mapping[str, Use]) -> None:
-        """`limit` of adapters in host memory. `uses` are the loaded ones by id."""
+        """`limit` is the most adapters in host memory. `uses` are the loaded adapters by id."""
         super().__init__()
         self._engine = engine
         self._limit = limit
         self._uses = uses
         self._host: OrderedDict[str, None] = OrderedDict()
-        """Ids of those in host memory, the least recently placed first."""
+        """Ids of the adapters in host memory, the least recently placed first."""
         self._placing: set[str] = set()
-        """Ids of those on their way to the device."""
+        """Ids of the adapters that are being copied to the device."""
         self._room = asyncio.Lock()
         """Held while host memory changes hands."""
         self._copied = asyncio.Event()
         engine.on_place = self._on_place
 
     def __len__(self) -> int:
-        """Adapters in host memory."""
+        """Number of adapters in host memory."""
         return len(self._host)
 
     async def read(self, use: Use) -> None:
-        """Have it in host memory, where another makes way. Raises `RequestError`."""
+        """Read the adapter into host memory unless it is there; others are dropped when it is full. Raises
+        `RequestError`."""
         id = use.info.id
         if id in self._host:  # without the lock, whose holder may wait for the copy of this one
             self._host.move_to_end(id)
@@ -74,14 +75,14 @@ class AdapterMemory(Shielded):
                 raise
 
     async def free(self, id: str) -> None:
-        """Free its place and its host memory. No request may have it."""
+        """Free the adapter's place and its host memory. No request may be using it."""
         self._engine.places.forget(id)
         async with self._room:
             if id in self._host:
                 await self._drop(id)
 
     async def _make_room(self) -> None:
-        """Drop one, or wait until the copy of one is done. Others are never all pinned."""
+        """Drop an adapter, or wait until the copy of one is done. The others are never all pinned."""
         for id in self._host:
             use = self._uses.get(id)
             if use is None or not (use.info.pinned or id in self._placing):
@@ -101,7 +102,7 @@ class AdapterMemory(Shielded):
         self._begin(f"places {use.info.name}", self._place(use, place), logging.DEBUG)
 
     async def _place(self, use: Use, place: int) -> None:
-        """Copy it to the place. Where that fails, its requests end with the reason."""
+        """Copy the adapter to the place. If that fails, its requests end with the reason."""
         id = use.info.id
         try:
             await self.read(use)

@@ -22,7 +22,7 @@ DISABLED = "adapters are not enabled: start the server with --enable-lora or --l
 
 
 class AdapterStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapters of a replica by where they are."""
+    """Counts of a replica's adapters, by where they are."""
 
     places: int
     """Places on the device."""
@@ -40,8 +40,8 @@ class Adapters(Shielded):
     An adapter that is loaded was read once by every replica, so that a wrong one is refused then
     (`app/engine/adapter_memory.py`).
 
-    To unload takes two phases: the name is gone at once, then jobs that have the adapter end, then its memory
-    is freed. An adapter that is loaded under the same name meanwhile is another one.
+    Unloading takes two phases: the name is gone at once; the memory is freed when the jobs that have the
+    adapter have ended. An adapter that is loaded under the same name meanwhile is another one.
 
     Owner: event loop.
     """
@@ -136,7 +136,7 @@ class Adapters(Shielded):
         return info
 
     async def start(self, adapters: Sequence[AdapterInfo]) -> None:
-        """Load those of the start. Raises `ConfigError`."""
+        """Load the adapters that the server starts with. Raises `ConfigError`."""
         for each in adapters:
             try:
                 await self.load(each.name, each.path, each.pinned, trusted=True)
@@ -158,7 +158,7 @@ class Adapters(Shielded):
     # -- by job ----------------------------------------------------------------------------------------
 
     def acquire(self, id: str) -> None:
-        """A job with the adapter begins. Raises `NotFound` where it has been unloaded since it was found."""
+        """Count a job with the adapter. Raises `NotFound` if the adapter was unloaded since it was found."""
         if not id:
             return
         use = self._uses.get(id)
@@ -167,7 +167,7 @@ class Adapters(Shielded):
         use.jobs += 1
 
     def release(self, id: str) -> None:
-        """A job with the adapter has ended."""
+        """Uncount a job with the adapter, which has ended."""
         if id:
             use = self._uses[id]
             use.jobs -= 1

@@ -45,7 +45,7 @@ class _Row:
         self.last: int | None = None
         """The token that caused the finish; -1 (not in the output): its logits were not finite."""
         self.due = 0
-        """The step at which it became due, or urgent where that was later; 0: not due yet."""
+        """The step at which the row became due, or urgent where that was later; 0: not due yet."""
 
 
 class Backlog:
@@ -70,20 +70,20 @@ class Backlog:
         self._stopped = stopped
         self._streams: dict[Request, Stream] = {}
         self._rows: dict[Request, _Row] = {}
-        """All that waits."""
+        """All rows that wait, by request."""
         self._held: deque[_Row] = deque()
-        """Rows in the order in which they came that were not due then."""
+        """Rows that were not due when they came, in order of arrival."""
         self._urgent: deque[_Row] = deque()
         """Rows whose request has a first or last token to deliver. They are delivered before all others. The
         time to first token then does not grow with the backlog, and a client that waits for the last token
         can send its next request."""
         self._due: OrderedDict[Request, _Row] = OrderedDict()
-        """The others to deliver, in this order."""
+        """All other rows that are due, in the order of delivery."""
         self._step = 1
 
     @property
     def waiting(self) -> int:
-        """Steps since which a row is to be delivered, that one included; 0: none is due."""
+        """Steps since a row became due, the step of that included; 0: none is due."""
         due = self._step + 1
         if self._urgent:
             due = self._urgent[0].due
@@ -93,7 +93,7 @@ class Backlog:
 
     @property
     def empty(self) -> bool:
-        """Nothing waits, due or not."""
+        """Whether no row waits, due or not."""
         return not self._rows
 
     def open(self, request: Request, stream: Stream) -> None:
@@ -101,7 +101,7 @@ class Backlog:
         self._streams[request] = stream
 
     def add(self, confirmed: Confirmed) -> None:
-        """One more applied step, or requests that ended without one."""
+        """Add the results of one more applied step, or requests that ended without one."""
         # A step of prompts alone counts too: with --prefill-first many follow each other.
         self._step += bool(confirmed.requests or confirmed.prompt_tokens)
         rows = self._rows
@@ -122,7 +122,7 @@ class Backlog:
             self._is_due(self._held.popleft())
 
     def flush(self) -> None:
-        """All that waits is due: no step follows soon."""
+        """Make all rows that wait due: no step follows soon."""
         while self._held:
             self._is_due(self._held.popleft())
 
@@ -134,7 +134,7 @@ class Backlog:
         self._due.clear()
 
     def deliver(self) -> None:
-        """The next slice."""
+        """Deliver the next slice."""
         if self._deliver_part():
             return
         left, now = SLICE_TOKENS, self._recorder.now()
@@ -254,7 +254,7 @@ class Backlog:
         self._recorder.ended(request)
 
     def _call(self, request: Request, act: Callable[..., Finish | None], *given: object) -> Finish | None:
-        """What `act` of the request's stream returns; `STREAM_FAILED` where it raised: the others go on."""
+        """Return what `act` of the request's stream does; `STREAM_FAILED` if it raised: the others go on."""
         try:
             return act(*given)
         except Exception:

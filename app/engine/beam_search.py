@@ -64,7 +64,7 @@ class BeamRun(LiveRun):
         self._rows: list[RowLogprobs | None] = []
         """Log-probabilities of this round, by beam."""
         self._waiting = 0
-        """Beams whose token has not come."""
+        """Number of beams whose token has not come yet."""
         self._round_over = asyncio.Event()
         self._failed: Finish | None = None
         self._over: set[int] = set()
@@ -136,7 +136,7 @@ class BeamRun(LiveRun):
                 self._close(index, finish)
 
     async def _next(self, prompts: Sequence[Ints]) -> list[Ints]:
-        """Queue the live beams; the tokens of each with its prompt."""
+        """Queue the live beams. Returns the tokens of each, its prompt included."""
         made, requests = [], []
         ran = self._clock() - self.requests[0].started_at
         for i, beam in enumerate(self._beams.live):
@@ -231,7 +231,8 @@ class Rules(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A beam of this round: which one of the last round it continues, with what, and its sum since."""
+    """A beam of this round: the beam of the last round that it continues (`parent`), the token that it adds,
+    and its sum of log-probabilities with that."""
 
     parent: int
     token: int
@@ -273,7 +274,7 @@ class Beams:
 
     @property
     def rounds(self) -> int:
-        """That are over: the tokens of a live beam."""
+        """Number of rounds that are over, which is the number of tokens of a live beam."""
         return len(self._rounds)
 
     @property
@@ -282,8 +283,8 @@ class Beams:
         return len(self._rounds) == self._rules.limit or not self.live or self._settled()
 
     def grow(self, rows: Sequence[RowLogprobs]) -> None:
-        """One round: `rows[i]` is what may follow live beam i. Ties go to the better beam, then to the token
-        that the sampler ranks first."""
+        """Make one round: `rows[i]` is what may follow live beam i. Ties go to the better beam, then to the
+        token that the sampler ranks first."""
         rules, k = self._rules, 2 * self._rules.width
         sums = np.array([beam.total for beam in self.live])
         ids = np.stack([row.top_ids[:k] for row in rows])

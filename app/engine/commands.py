@@ -1,4 +1,4 @@
-"""Commands to the executor under way, and the moment when no step is in flight."""
+"""Commands that the executor is carrying out, and waits until no step is in flight."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Commands:
 
     @property
     def blocking(self) -> bool:
-        """Steps wait for a command without an answer yet."""
+        """Whether steps wait for a command that has no answer yet."""
         return bool(self._blocking)
 
     async def carry_out(
         self, action: Action, path: str = "", tags: tuple[Tag, ...] = TAGS, adapter: str = "", place: int = -1
     ) -> None:
-        """Wait until it is done. Raises `RequestError` with the executor's reason when it failed, and
-        `EngineFailed` when the executor is lost."""
+        """Send a command and wait until it is done. Raises `RequestError` with the executor's reason when it
+        failed, and `EngineFailed` when the executor is lost."""
         self._check()
         command = Command(id=self._count, action=action, path=path, tags=tags, adapter=adapter, place=place)
         self._count += 1
@@ -43,7 +43,7 @@ class Commands:
         await future
 
     def settle(self, done: CommandDone) -> None:
-        """The executor's answer."""
+        """Hand the executor's answer to the caller that waits for the command."""
         future = self._open.pop(done.id)
         self._blocking.discard(done.id)
         if future.done():
@@ -54,7 +54,7 @@ class Commands:
             future.set_exception(RequestError(done.error, code="order_refused"))
 
     async def quiet(self, in_flight: int) -> None:
-        """Until no step is in flight. Raises `EngineFailed`."""
+        """Wait until no step is in flight. Raises `EngineFailed`."""
         self._check()
         if in_flight:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -62,14 +62,14 @@ class Commands:
             await future
 
     def is_quiet(self) -> None:
-        """No step is in flight now."""
+        """End the waits in `quiet`: no step is in flight now."""
         for future in self._quiet:
             if not future.done():
                 future.set_result(None)
         self._quiet.clear()
 
     def fail(self, reason: str) -> None:
-        """The executor is lost: commands and waits end with `EngineFailed`, now and later."""
+        """End commands and waits with `EngineFailed`, now and later: the executor is lost."""
         self._failure = reason
         for future in (*self._open.values(), *self._quiet):
             if not future.done():

@@ -21,16 +21,16 @@ LAG_WINDOW = 100
 LOAD_EVERY = 0.25
 COLLECT_EVERY = 10.0
 GROWN = 500_000
-"""Containers that have been made and not freed since the last collection, from which a busy server collects.
+"""Containers made and not freed since the last collection at which a busy server collects again.
 A request makes some 150, all freed without the collector when it ends: with 1,024 of them at a time each
 collection took 70 ms, in which every stream stood still, and found nothing. Only leaks grow so far."""
 FULL_EVERY = 60
 """Collections between two full ones, which walk everything allocated since the start."""
 LONG = 0.005
-"""Seconds of an idle collection from which the survivors are frozen. A small heap is not frozen: cycles of
+"""Seconds that an idle collection must take to freeze its survivors. A small heap is not frozen: cycles of
 short-lived objects (connections, requests) would never be collected."""
 SLOW = 0.01
-"""Seconds of a collection from which it is logged."""
+"""Seconds that a collection must take to be logged."""
 
 
 class Housekeeping:

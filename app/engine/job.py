@@ -57,26 +57,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | Ints
     """Text to encode, or token ids to take as they are."""
     embeds: Floats | None = None
-    """What the first of the ids are embedded to, float32 [n, hidden]: they are placeholders then, and `root`
-    is the job's own."""
+    """Embeddings of the first n ids, float32 [n, hidden]: these ids are placeholders then, and `root` is the
+    job's own."""
     sampling: SamplingParams = SamplingParams()
     text: TextOptions = TextOptions()
     max_tokens: int | None = None
     cut_to_fit: bool = False
-    """`max_tokens` is a bound: where the context has less room, all that fits."""
+    """`max_tokens` is only an upper bound: where the context has less room, all that fits is generated."""
     seed: int | None = None
     n: int = 1
     ignore_eos: bool = False
     add_special_tokens: bool = True
     grammar: GrammarSpec | None = None
     allowed_ids: tuple[int, ...] | None = None
-    """No other tokens are taken; None: all may be."""
+    """The only tokens that may be generated; None: any may."""
     bad_words: tuple[str, ...] = ()
     """Texts that must not be generated, as the tokens they are encoded to."""
     truncate_prompt: int | None = None
     """Keep only the last tokens of a longer prompt."""
     truncate_end: bool = False
-    """Keep the first ones instead."""
+    """`truncate_prompt` keeps the first tokens instead."""
     priority: int = 0
     root: RootKey = RootKey()
     owner: str = ""
@@ -86,7 +86,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt_param: str = "prompt"
     """The field that an error about the prompt names: `messages` for chat."""
     suffix: str = ""
-    """What follows the text to come, where the prompt is text and the model has marks for it
+    """The text that is to follow the generated one, where the prompt is text and the model has marks for it
     (`app/text/infill.py`)."""
     single_tokens: bool = False
     """A piece has at most one token, for readers that end the answer at an exact token. Else all tokens of a
@@ -96,8 +96,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     """Which replica is to take it; None: it is chosen (`app/engine/replicas.py`)."""
     due: float = 0.0
-    """When its first token has to be there, on the engine's clock; 0: at any time. It is refused if it could
-    not be."""
+    """Time by which the first token has to be there, on the engine's clock; 0: any. The job is refused if it
+    could not be."""
     deadline: float = inf
     """Time on the same clock at which the job fails if it is still unfinished."""
     continues: bool = False
@@ -108,7 +108,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What became certain of one choice: text that no stop string can take back, its tokens.
+    """The newly certain part of one choice: text that no stop string can take back, and its tokens.
 
     `tokens` are those confirmed since the last piece; their text may come later (half a character,
     a possible stop string). `logprobs` is aligned with `tokens`, None unless requested. The last
@@ -120,9 +120,9 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[RowLogprobs] | None = None
     finish: Finish | None = None
     events: list[Event] | None = None
-    """What the parsers found in the text; None where all of it is content, as far as anybody looked."""
+    """Events that the parsers found in the text; None where they found only content, or nothing parsed it."""
     calls: int = 0
-    """In the last piece: tool calls of the choice that are whole."""
+    """Number of the choice's tool calls that are complete; set in the last piece."""
 
     def parsed(self) -> list[Event]:
         """The text as events."""
@@ -136,8 +136,8 @@ Sink = Callable[[int, Piece], None]
 
 
 class DraftCounts(NamedTuple):
-    """What speculative decoding did for a choice: steps that verified drafts, these drafts, and those of
-    them that are in the answer."""
+    """Counts of speculative decoding for a choice: steps that verified drafts, the drafts that they verified,
+    and those of them that are in the answer."""
 
     steps: int
     drafted: int
@@ -159,8 +159,8 @@ class Run(Protocol):
 
     @property
     def output_tokens(self) -> int:
-        """That the engine made for all choices so far: where it ran ahead of an end, a few more than the
-        client gets."""
+        """Tokens that the engine made for all choices so far: where it ran ahead of an end, a few more than
+        the client gets."""
         ...
 
     @property
@@ -190,11 +190,11 @@ class Run(Protocol):
         ...
 
     def kept(self, seconds: float) -> int:
-        """Tokens of the prompt that a mark of `Job.keep` keeps in the cache for so long."""
+        """Tokens of the prompt that a mark of `Job.keep` keeps in the cache for `seconds`."""
         ...
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
-        """Complete once choice 0 has produced a piece; ascending `start`."""
+        """Log-probabilities of the prompt, ascending by `start`; complete once choice 0 has made a piece."""
         ...
 
     def hidden(self, index: int) -> list[Floats]:
@@ -203,20 +203,21 @@ class Run(Protocol):
         ...
 
     def hidden_from(self, index: int) -> int:
-        """Position of the token that the first of these is of."""
+        """Position of the token that the first of the hidden states belongs to."""
         ...
 
     def experts(self, index: int) -> list[Ints]:
-        """The same for the experts that were chosen, int32 [n, layers, experts per token] each."""
+        """Experts chosen for one choice as steps gave them, int32 [n, layers, experts per token] each;
+        complete with its last piece."""
         ...
 
     @property
     def stopped(self) -> Finish | None:
-        """How it was aborted, also where its choices had ended by then; None: it was not."""
+        """How the job was aborted, also where its choices had ended by then; None: it was not."""
         ...
 
     async def wait(self) -> None:
-        """Until every choice has had its last piece."""
+        """Wait until every choice has had its last piece."""
         ...
 
     def abort(self) -> None:

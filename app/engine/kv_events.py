@@ -37,7 +37,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 """Number of the last answer to a request for batches."""
 
 CLOSING_TIME = 1.0
-"""Seconds for what is still to be sent at the end."""
+"""Seconds at the end for sending what still waits."""
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -67,7 +67,7 @@ WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What happened in one turn of the event loop, at `ts`, in Unix seconds."""
+    """The cache's events in one turn of the event loop, at `ts`, in Unix seconds."""
 
     ts: float
     events: list[WireEvent]
@@ -81,7 +81,7 @@ class Waiting(msgspec.Struct, frozen=True):
     ts: float
     events: list[CacheEvent]
     adapters: list[str | None]
-    """The adapter's name of each event."""
+    """The name of each event's adapter."""
 
 
 class Publisher:
@@ -198,7 +198,7 @@ class Publisher:
         self._shut()
 
     def _answer(self, kept: deque[tuple[int, bytes]]) -> None:
-        """Answer one request for batches. What has another form than one is dropped."""
+        """Answer one request for batches. Messages of any other form are dropped."""
         assert self._replay is not None
         client, *frames = self._replay.recv_multipart()
         if len(frames) != 2 or frames[0] or len(frames[1]) != 8:

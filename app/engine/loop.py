@@ -53,7 +53,7 @@ class Engine:
         self.recorder = Recorder(clock, executor.capabilities)
         self.failure: str | None = None
         self.hung = False
-        """The failure is a device that does not answer: its threads never end."""
+        """Whether the failure is a device that does not answer: its threads never end."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.on_add: Callable[[list[Request]], None] = lambda requests: None
         """Called before requests are queued, so that background runs can be preempted for them."""
@@ -131,11 +131,11 @@ class Engine:
         return self._scheduler.cache.peek(root, prompt, len(prompt)).tokens
 
     async def quiet(self) -> None:
-        """Until no step is in flight. Raises `EngineFailed`."""
+        """Wait until no step is in flight. Raises `EngineFailed`."""
         await self.commands.quiet(self._scheduler.in_flight)
 
     def resume(self) -> None:
-        """Plan again."""
+        """Plan steps again."""
         self.paused = False
         self._rested()
 
@@ -175,7 +175,7 @@ class Engine:
         self._bounded(self._deliver_slice)
 
     def _bounded(self, act: Callable[[], None]) -> None:
-        """The boundary of the callbacks."""
+        """Run a callback; an exception in it fails the engine."""
         if self.failure is not None or self._loop is None:
             return
         try:
@@ -246,7 +246,7 @@ class Engine:
         self._deliver_soon()
 
     def _stopped(self, request: Request, finish: Finish) -> None:
-        """Its stream has ended it."""
+        """Finish a request that its stream has ended."""
         if self.failure is None:
             self._scheduler.finish(request, finish)
             self.wake()
@@ -254,7 +254,7 @@ class Engine:
     # -- failure -----------------------------------------------------------------------------------
 
     def hang(self, reason: str) -> None:
-        """The device does not answer any more: see `app.engine.watchdog`."""
+        """Fail because the device does not answer any more: see `app.engine.watchdog`."""
         self.hung = True
         self.fail(reason)
 
@@ -280,7 +280,7 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The executor's."""
+        """The executor's capabilities."""
         return self._executor.capabilities
 
     @property
@@ -290,12 +290,12 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits or is still to be delivered."""
+        """Whether nothing runs, waits or is still to be delivered."""
         return self._scheduler.idle and self._backlog.empty
 
     @property
     def awaits_step(self) -> bool:
-        """The device has a step to finish, and no command before it that may take long."""
+        """Whether the device has a step to finish, and no command before it that may take long."""
         return self._scheduler.in_flight > 0 and not self.commands.blocking
 
     def check_integrity(self) -> None:
@@ -307,7 +307,7 @@ class Engine:
         return self._scheduler.workload()
 
     def load(self) -> SchedulerStatistics:
-        """What runs, waits and is cached now."""
+        """Counts of what runs, waits and is cached now."""
         return self._scheduler.statistics()
 
     def statistics(self) -> EngineStatistics:

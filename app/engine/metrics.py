@@ -1,4 +1,4 @@
-"""What `/metrics` shows of requests and steps: latencies and token counts as histograms, rates."""
+"""Metrics of requests and steps for `/metrics`: latencies and token counts as histograms, rates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def token_bounds(context_length: int) -> tuple[float, ...]:
 
 
 def histograms(context_length: int) -> Histograms:
-    """Empty ones for a model of this context length."""
+    """Empty histograms for a model of this context length."""
     times = ("ttft", "inter_token", "end_to_end", "queue", "prefill", "decode", "inference", "per_token")
     counts = ("prompt_tokens", "output_tokens", "max_tokens", "longest")
     bounds = {
@@ -59,7 +59,7 @@ class Rate(msgspec.Struct):
     """Tokens per second and busy share of the last window that has ended."""
 
     def add(self, now: float, tokens: int, seconds: float) -> None:
-        """One step."""
+        """Count one step."""
         self.tokens += tokens
         self.busy += seconds
         if now - self.since >= WINDOW:
@@ -94,10 +94,10 @@ class Recorder:
         self.stream_interval = 1
         self.steps = 0
         self.rows = 0
-        """Sums over all steps: two readings of both give the mean rows of a step between them."""
+        """`steps` and `rows` are sums over all steps: two readings of both give the mean rows of a step."""
 
     def step(self, confirmed: Confirmed, seconds: float) -> None:
-        """One step was applied."""
+        """Record a step that was applied."""
         rows, tokens = confirmed.rows, len(confirmed.tokens)
         self.steps += 1
         self.rows += rows
@@ -119,14 +119,14 @@ class Recorder:
             self._histograms.inter_token.add(seconds, count)
 
     def first_token(self, request: Request) -> None:
-        """The first token of a request is delivered."""
+        """Record that the first token of a request is delivered."""
         request.first_token_at = now = self._clock()
         self._histograms.ttft.add(now - request.arrival)
         self._histograms.queue.add(request.started_at - request.arrival)
         self._histograms.prefill.add(now - request.started_at)
 
     def ended(self, request: Request) -> None:
-        """The last piece of a request is delivered; `output` is what its client got."""
+        """Record that the last piece of a request is delivered; `output` is what its client got."""
         now, output, all_ = self._clock(), len(request.output), self._histograms
         assert request.finish is not None
         self.finished[request.finish.reason.value] += 1
@@ -141,12 +141,12 @@ class Recorder:
                 all_.per_token.add((now - first) / (output - 1))
 
     def job_ended(self, choices: Sequence[Request]) -> None:
-        """The last choice of a job has ended."""
+        """Record that the last choice of a job has ended."""
         self._histograms.choices.add(len(choices))
         self._histograms.longest.add(max(len(request.output) for request in choices))
 
     def statistics(self, scheduler: SchedulerStatistics) -> EngineStatistics:
-        """All of it. The histograms are no copies: they go on growing."""
+        """All statistics. The histograms are not copies: they go on growing."""
         output_rate, busy = self._rate.read(self._clock())
         return EngineStatistics(
             scheduler=scheduler,

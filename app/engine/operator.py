@@ -22,8 +22,8 @@ MAX_GAP = 60.0
 
 
 class Operator(Shielded):
-    """Runs one operation at a time on all replicas, paused where necessary. What only some of them can do is
-    undone there.
+    """Runs one operation at a time on all replicas, paused where necessary. An operation that only some of
+    them can do is undone on those.
 
     Owner: event loop.
     """
@@ -43,7 +43,7 @@ class Operator(Shielded):
 
     @property
     def paused(self) -> bool:
-        """No step is planned; new requests wait."""
+        """Whether no steps are planned; new requests wait then."""
         return self._engines[0].paused
 
     @shielded

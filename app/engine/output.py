@@ -134,7 +134,7 @@ class Stream:
         return finish
 
     def _scan(self, text: str) -> tuple[str, str | None]:
-        """What may be given out of more text, and the stop that is complete with it."""
+        """Search more text for stops. Returns the text that may be sent, and the stop that it completes."""
         if self._stops is None or self.count <= self.min_tokens:
             return text, None
         return self._stops.feed(text)

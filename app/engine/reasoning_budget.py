@@ -133,7 +133,7 @@ class WatchedRun:
 
     @property
     def output_tokens(self) -> int:
-        """See `app.engine.job.Run.output_tokens`. Of both requests, where reasoning was cut."""
+        """See `app.engine.job.Run.output_tokens`. Both requests count where reasoning was cut."""
         seconds = (choice.second.output_tokens for choice in self._choices if choice.second is not None)
         return self._first.output_tokens + sum(seconds)
 
@@ -148,7 +148,7 @@ class WatchedRun:
         return sum(choice.reasoning for choice in self._choices)
 
     def drafts(self, index: int) -> DraftCounts | None:
-        """See `app.engine.job.Run.drafts`. Of both requests, where reasoning was cut."""
+        """See `app.engine.job.Run.drafts`. Both requests count where reasoning was cut."""
         first, second = self._first.drafts(index), self._choices[index].second
         after = None if second is None else second.drafts(0)
         if first is None or after is None:
@@ -177,7 +177,7 @@ class WatchedRun:
         return self._first.prompt_logprobs()
 
     def hidden(self, index: int) -> list[Floats]:
-        """See `app.engine.job.Run.hidden`. What follows a cut reads all before it once more."""
+        """See `app.engine.job.Run.hidden`. The request after a cut reads all before it once more."""
         second = self._choices[index].second
         return self._first.hidden(index) if second is None else second.hidden(0)
 
@@ -187,7 +187,7 @@ class WatchedRun:
         return self._first.hidden_from(index) if second is None else second.hidden_from(0)
 
     def experts(self, index: int) -> list[Ints]:
-        """See `app.engine.job.Run.experts`. The same."""
+        """See `app.engine.job.Run.experts`. The request after a cut reads all before it once more."""
         second = self._choices[index].second
         return self._first.experts(index) if second is None else second.experts(0)
 
@@ -289,18 +289,18 @@ class Choice:
         self.cut = False
         """Its budget is used up; its request is being ended."""
         self.over: Finish | None = None
-        """Complete; its request is being ended, and the client gets this finish."""
+        """The choice is complete: its request is being ended, and the client gets this finish."""
         self.finish: Finish | None = None
-        """What the client got."""
+        """The finish that the client got."""
         self.reasoning = 0
         self.thought: list[int] = []
         """Output so far, as long as it may be cut."""
         self.second: Run | None = None
-        """What runs after a cut."""
+        """The run that continues after a cut."""
 
     @property
     def ends(self) -> bool:
-        """Its request is to end."""
+        """Whether its request is to end."""
         return self.cut or self.over is not None
 
     def see(self, piece: Piece) -> Piece:

@@ -43,7 +43,7 @@ class Replicas:
         self._turn = 0
         self.failure: str | None = None
         self.hung = False
-        """The failure is a device that does not answer: its threads never end."""
+        """Whether the failure is a device that does not answer: its threads never end."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         for engine in engines:
             engine.on_failure = partial(self._failed, engine)
@@ -72,7 +72,7 @@ class Replicas:
             return self.engines[job.replica]
         if len(self.engines) == 1:
             return self.engines[0]
-        # Of equal ones the next in turn: cached prefixes spread while the server is idle.
+        # Among equals the next in turn, so that cached prefixes spread while the server is idle.
         turn, self._turn = self._turn, (self._turn + 1) % len(self.engines)
         order = [*self.engines[turn:], *self.engines[:turn]]
         loads = [(engine, engine.workload()) for engine in order]
@@ -87,7 +87,7 @@ class Replicas:
     # -- commands ----------------------------------------------------------------------------------
 
     async def together(self, act: Act, undo: Act) -> None:
-        """`act` on all of them at once. Where some alone refuse, `undo` on the others, so that all stay
+        """Run `act` on all engines at once. If only some refuse, run `undo` on the others, so that all stay
         equal; they end if that is refused too. Raises `RequestError` and `EngineFailed`."""
         refused = await _refusals(self.engines, act)
         if not refused:
@@ -116,12 +116,12 @@ class Replicas:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the replica with the shortest context, which depends on free memory."""
+        """Capabilities of the replica with the shortest context, which depends on free memory."""
         return min((engine.capabilities for engine in self.engines), key=lambda each: each.context_length)
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits or is still to be delivered in any of them."""
+        """Whether nothing runs, waits or is still to be delivered in any of them."""
         return all(engine.idle for engine in self.engines)
 
     def check_integrity(self) -> None:
@@ -145,7 +145,7 @@ class Replicas:
 
 
 async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseException]:
-    """`act` on each at once; the errors."""
+    """Run `act` on all engines at once. Returns the errors."""
     answers = await asyncio.gather(*(act(engine) for engine in engines), return_exceptions=True)
     return {
         engine: answer
@@ -155,7 +155,7 @@ async def _refusals(engines: Sequence[Engine], act: Act) -> dict[Engine, BaseExc
 
 
 def _by_prefix(loads: Sequence[tuple[Engine, Workload]], job: Job, prompt: Ints) -> Engine:
-    """Choose the least loaded one, cached tokens subtracted; of equal ones that with the fewest requests.
+    """Choose the least loaded engine, cached tokens subtracted; among equals that with the fewest requests.
 
     A replica with slots for the job comes before one where the job would wait, unless the latter has cached
     half of the prompt more. If the job would wait on every replica, the queue is the load: the tokens that

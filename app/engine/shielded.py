@@ -21,7 +21,7 @@ T = TypeVar("T")
 def shielded(
     method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """Run it in a task of its own, whatever becomes of the caller. The result is logged."""
+    """Make a method run in a task of its own, even if its caller is cancelled. The result is logged."""
 
     async def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.shield(self._begin(method.__name__, method(self, *args, **kwargs)))
@@ -31,13 +31,13 @@ def shielded(
 
 
 class Shielded:
-    """Has such operations. Owner: event loop."""
+    """Base class of classes with `shielded` methods. Owner: event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def _begin(self, name: str, work: Coroutine[Any, Any, T], level: int = logging.INFO) -> asyncio.Task[T]:
-        """`level` of the line that says that it succeeded."""
+        """Run `work` in a task. `level` is that of the log line when it succeeds."""
         name = f"{type(self).__name__.lower()} {name}"
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)  # the loop holds only weak references to tasks

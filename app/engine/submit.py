@@ -45,7 +45,7 @@ class _Preparing:
     def __init__(self) -> None:
         self._task = asyncio.current_task()
         self.error: LoomError | None = None
-        """What `Submitter.start` raises after an abort."""
+        """The error that `Submitter.start` raises after an abort."""
 
     def abort(self, message: str | None = None) -> None:
         """Cancel the job before it is queued; with a `message` the client gets an error."""
@@ -236,7 +236,7 @@ class Submitter:
         return tuple(ids for ids in found if ids)
 
     async def _pinning(self, job: Job, prompt: Ints) -> Pinning | None:
-        """The marks of a job in tokens."""
+        """The marks of `job.keep`, in tokens instead of characters."""
         if job.keep is None:
             return None
         marks = [(await self._tokens(job, prompt, at), seconds) for at, seconds in job.keep.marks]

@@ -50,10 +50,10 @@ class _Moment(NamedTuple):
     """The state of a job at the time `now`. It is formatted when a client asks, which is rare."""
 
     job: _Entry
-    """Without its requests."""
+    """The job's entry, without its requests."""
     now: float
     steps: int
-    """Since the job's start, like `rows`."""
+    """Steps since the job's start; `rows` are counted from there too."""
     rows: int
     choices: list[_Choice]
 
@@ -79,18 +79,18 @@ class Timelines:
         encoding: float,
         grammar: float,
     ) -> None:
-        """A job was queued that came at `arrived`; seconds of encoding, of waiting for its grammar."""
+        """Record a queued job: it came at `arrived`; `encoding` and `grammar` are the seconds of either."""
         steps, rows, created = recorder.steps, recorder.rows, int(time.time())
         self._open[key] = _Entry(recorder, requests, arrived, encoding, grammar, steps, rows, created)
 
     def close(self, key: JobKey) -> None:
-        """Its last choice ended. What is kept holds no prompt."""
+        """Record that the last choice of a job ended. What is kept of it holds no prompt."""
         self._ended[key] = self._moment(self._open.pop(key))
         if len(self._ended) > KEPT:
             self._ended.popitem(last=False)
 
     def of(self, key: JobKey) -> dict[str, object] | None:
-        """What is known of a job; None when it is not among them. Times are milliseconds."""
+        """Timings of a job, in milliseconds; None when it is not among the recorded jobs."""
         if (entry := self._open.get(key)) is not None:
             return _described(key[1], self._moment(entry), running=True)
         ended = self._ended.get(key)

@@ -29,7 +29,7 @@ class Watchdog:
         """Seconds between two checks."""
 
     def check(self) -> None:
-        """Call it every `interval` seconds."""
+        """Check once; the caller repeats it every `interval` seconds."""
         engine, now = self._engine, self._clock()
         busy = engine.awaits_step
         seen = (engine.recorder.steps, busy)

@@ -52,12 +52,12 @@ class Wire:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def send(self, head: Load | Run | Answer, blob: bytes) -> None:
-        """One message. Raises `OSError`."""
+        """Send one message. Raises `OSError`."""
         self._connection.send_bytes(msgspec.msgpack.encode(head))
         self._connection.send_bytes(blob)
 
     def receive(self) -> tuple[bytes, bytes]:
-        """Head and blob of the next message. Raises `EOFError` at the end, and `OSError`."""
+        """Receive the next message's head and blob. Raises `EOFError` at the end, and `OSError`."""
         return self._connection.recv_bytes(), self._connection.recv_bytes()
 
     def close(self) -> None:

@@ -18,22 +18,22 @@ CLIENT_GONE = 499
 
 
 class Usage(msgspec.Struct):
-    """What the jobs of one request used, as far as they have ended."""
+    """Usage of one request's jobs, as far as they have ended."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
     first_token_at: float = 0.0
-    """On the engine's clock; 0: none yet."""
+    """Time of the first token on the engine's clock; 0: none yet."""
     served: str = ""
     """Name of the model or adapter that answers."""
 
-    # What a request goes through; only reports keep it (`app/http/report.py`).
+    # Events in a request's life; only reports keep them (`app/http/report.py`).
 
     def receive(self, body: bytes) -> None:
         """The request's body has arrived."""
 
     def ask(self, body: object) -> None:
-        """It is decoded."""
+        """The request's body is decoded."""
 
     def begin(self, run: Run) -> None:
         """A job is queued."""
@@ -45,10 +45,10 @@ class Usage(msgspec.Struct):
         """The request goes on after its answer, until one more `end`."""
 
     def end(self, status: int | None = None) -> None:
-        """It was answered with a status, or what held it has ended."""
+        """The request was answered with a status, or what held it has ended."""
 
     def add(self, run: Run) -> None:
-        """A job that has ended."""
+        """Add the usage of a job that has ended."""
         self.prompt_tokens += len(run.prompt)
         self.output_tokens += run.output_tokens
         if first := run.first_token_at:
@@ -59,7 +59,7 @@ _usage: ContextVar[Usage | None] = ContextVar("usage", default=None)
 
 
 def current_usage() -> Usage | None:
-    """That of the current request, if there is one (`app.offline` has none)."""
+    """Usage of the current request, if there is one (`app.offline` has none)."""
     return _usage.get()
 
 
@@ -85,7 +85,7 @@ def measured(usage: Usage) -> holding[Usage]:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One answer. Milliseconds; what the engine did is left out where it was not asked."""
+    """One answer. Times are milliseconds; fields about the engine are left out if it was not asked."""
 
     client: str
     """Address of the connection, which may be a proxy's: headers that name another can be forged."""

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class AnswerSpec(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What to run for one request, and the frames that make the answer."""
+    """The jobs of one request, and the frames that make its answer."""
 
     engine: Generator
     jobs: Sequence[Job]
@@ -41,7 +41,7 @@ class AnswerSpec(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """Of all jobs."""
+        """Number of choices of all jobs."""
         return sum(job.n for job in self.jobs)
 
 

@@ -32,8 +32,9 @@ MAX_DEPTH = 64
 code that recurses. The deepest real tool schema seen has 20 levels."""
 
 MAX_PASSED = 100_000
-"""Such values inside one another, all levels together. Each costs the loop 0.1 to 0.5 µs: 2 million in a body
-of 4 MB stopped every stream for 0.4 s. A conversation of 8 MB, full of calls and results, has some 80,000."""
+"""Number of values nested in such a value, over all levels. Each costs the loop 0.1 to 0.5 µs: 2 million in a
+body of 4 MB stopped every stream for 0.4 s. A conversation of 8 MB, full of calls and results, has some
+80,000."""
 
 INLINE = 32 * 1024
 """Bytes up to which a body is decoded on the loop."""
@@ -160,7 +161,7 @@ def _small(body: bytes) -> bool:
 
 
 def _decoded_here(kind: type[T], body: bytes) -> T:
-    """On the loop: 32 KB take at most 1 ms."""
+    """Decode a body on the loop: 32 KB take at most 1 ms."""
     found: T = decode_json(_decoder(kind), body)
     warn_of_near_fields(kind, body)
     return found

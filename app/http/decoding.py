@@ -18,8 +18,8 @@ from core.errors import RequestError
 T = TypeVar("T")
 
 MAX_NESTING = 500
-"""Of lists and objects in a body. Python takes 1,000, less the calls under way: a value that was just not too
-deep to be read could not be passed on or written."""
+"""Nesting of lists and objects in a body. Python takes 1,000, less the calls under way: a value that was just
+not too deep to be read could not be passed on or written."""
 
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
@@ -62,7 +62,7 @@ def _nesting(body: bytes) -> int:
 
 
 def converted(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """The same for a body that is Python's own values already."""
+    """A body that is decoded to Python values already, as a Struct. Raises as `decode_json` does."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

@@ -55,11 +55,11 @@ class Buffer:
 
     @property
     def ended(self) -> bool:
-        """The choice's last piece is here."""
+        """Whether the choice's last piece is here."""
         return self.last is not None and self.last.finish is not None
 
     def piece(self) -> Piece:
-        """All of it as one."""
+        """All pieces so far as one."""
         assert self.last is not None
         text, finish, calls = "".join(self.texts), self.last.finish, self.last.calls
         events = None if self.events is None else merged(self.events)
@@ -137,7 +137,7 @@ class Frames(ABC, Generic[T]):
     __slots__ = ()
 
     def head(self) -> bytes | None:
-        """What comes before the first token, if anything does."""
+        """The bytes to send before the first token, if any."""
         return None
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Frames(ABC, Generic[T]):
         """The event that ends one choice, after that of its last piece's text."""
 
     def rest(self) -> Iterable[bytes]:
-        """What follows the last choice's end, each part made when the reader has the one before."""
+        """The parts that follow the last choice's end, each made when the reader has the one before."""
         return ()
 
     def failed(self, error: LoomError) -> bytes | None:
@@ -157,8 +157,8 @@ class Frames(ABC, Generic[T]):
         return None
 
     def whole(self, pieces: Sequence[Piece]) -> T:
-        """The answer as one JSON object, from all of each choice. In a thread where that is long. Routes that
-        only stream have none."""
+        """The answer as one JSON object, from the whole piece of each choice. Called in a thread if that is
+        long. Routes that only stream have none."""
         raise TypeError(f"{type(self).__name__} makes events only")
 
 
@@ -272,7 +272,7 @@ class Delivery:
 
 
 class Events(NamedTuple):
-    """Of one piece: that of its text, that of its choice's end, and why the stream fails."""
+    """The events of one piece: for its text and for its choice's end, and the error if the stream fails."""
 
     delta: bytes | None
     end: bytes | None = None
@@ -280,7 +280,7 @@ class Events(NamedTuple):
 
 
 def _events(frames: Frames[Any], index: int, piece: Piece) -> Events:
-    """A choice that failed sends what was produced before."""
+    """Make the events of a piece. A choice that failed sends what was produced before."""
     try:
         if piece.finish is None:
             return Events(frames.delta(index, piece))
@@ -293,19 +293,20 @@ def _events(frames: Frames[Any], index: int, piece: Piece) -> Events:
 
 
 def logprob_weight(piece: Piece) -> int:
-    """Items for `aside` that the log-probabilities of a piece are."""
+    """Weight of a piece's log-probabilities, in items of `aside`."""
     rows = piece.logprobs
     return _items(len(rows), len(rows[0].top_ids)) if rows else 0
 
 
 def prompt_weight(runs: Sequence[Run]) -> int:
-    """The same of the prompts of all `runs`."""
+    """Weight of the log-probabilities of the prompts of all `runs`, in items of `aside`."""
     asked = ((len(run.prompt), run.params) for run in runs if run.params.prompt_logprobs >= 0)
     return sum(_items(n, params.prompt_logprobs + len(params.prompt_logprob_ids)) for n, params in asked)
 
 
 def _items(tokens: int, alternatives: int) -> int:
-    """Four alternatives take as long as a token, 6 us: 249 tokens with 128 held the loop for 65 ms."""
+    """Items for `aside`. Four alternatives take as long as a token, 6 us: 249 tokens with 128 held the loop
+    for 65 ms."""
     return tokens * (1 + alternatives // 4)
 
 

@@ -25,9 +25,9 @@ FILES = 8
 """Files that are kept, of all servers that write to the directory; `--help` names both."""
 
 WAITING_BYTES = 64 * 2**20
-"""Of bodies that wait to be written; further requests are left out and counted."""
+"""Bytes of bodies that may wait to be written; further requests are left out and counted."""
 FLUSH_SECONDS = 3.0
-"""Seconds that the end of the server waits for the last lines."""
+"""Seconds that the server waits at its end for the last lines."""
 SLICE = 64 * 1024
 """Bytes of a body that become JSON in one go: the GIL is held for 0.1 ms."""
 
@@ -45,21 +45,21 @@ HEADERS = (
     "Anthropic-Version",
     "Anthropic-Beta",
 )
-"""What is kept of a request's headers: none with a credential."""
+"""The headers of a request that are kept: none with a credential."""
 
 
 class Accepted(msgspec.Struct, tag="request", tag_field="event", kw_only=True):
     """The dump's line for a request that was queued. `body` must stay its last field."""
 
     key: str
-    """Also that of its `Ended` line, and of no other request of any server."""
+    """Shared with the request's `Ended` line, and with no other request of any server."""
     at: float
     """When it arrived, in seconds since 1970."""
     method: str
     path: str
     headers: dict[str, str] = {}
     body: str = ""
-    """As received; bytes that are no UTF-8 are replaced."""
+    """The body as received; bytes that are not UTF-8 are replaced."""
 
 
 class Ended(msgspec.Struct, tag="end", tag_field="event", omit_defaults=True, kw_only=True):
@@ -67,16 +67,16 @@ class Ended(msgspec.Struct, tag="end", tag_field="event", omit_defaults=True, kw
 
     key: str
     status: int
-    """499: its client left."""
+    """499: the client disconnected."""
     total_ms: float
     queue_ms: float | None = None
     first_token_ms: float | None = None
-    """Since it arrived, as `total_ms`."""
+    """Measured from the request's arrival, as `total_ms` is."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     finish: list[str] = []
-    """Of each choice: stop, length, abort or error."""
+    """Finish reason of each choice: stop, length, abort or error."""
     error: str = ""
     """The code of the error that the client got."""
     failed: bool = False
@@ -165,7 +165,7 @@ class Writer:
         """Bytes of bodies that were taken from the queue."""
 
     def run(self) -> None:
-        """Until None comes."""
+        """Write lines until None comes."""
         while (item := self._lines.get()) is not None:
             line, body = item
             self._write(line, body)
@@ -216,8 +216,8 @@ class Files:
         self._size = size
 
     def _open(self, prune: bool = True) -> None:
-        """A new file. `prune`: the oldest ones go; not for a file that was removed, or servers that share the
-        directory would remove each other's by turns."""
+        """Open a new file. `prune`: remove the oldest ones; not for a file that was removed, or servers that
+        share the directory would remove each other's by turns."""
         if prune:
             for old in sorted(self._directory.glob("requests-*.jsonl"))[: -FILES + 1]:
                 old.unlink(missing_ok=True)
@@ -228,7 +228,7 @@ class Files:
         self._size = 0
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the current file: no more lines follow."""
         self._file.close()
 
 

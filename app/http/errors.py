@@ -45,7 +45,7 @@ class HttpError(LoomError):
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
-    """Of `Error`."""
+    """The fields of `Error`."""
 
     message: str
     type: str
@@ -60,7 +60,7 @@ class Error(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorFields(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of `AnthropicError`. Clients look at `type`."""
+    """The fields of `AnthropicError`. Clients look at `type`."""
 
     type: str
     message: str

@@ -44,7 +44,7 @@ class FormStream:
         return line
 
     async def read(self, size: int) -> bytes:
-        """What has arrived, up to `size` bytes; empty at the end."""
+        """The bytes that have arrived, up to `size`; empty at the end."""
         await self._turn()
         return await self._stream.read(size)
 

@@ -27,16 +27,16 @@ PerMinute = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key allows. The defaults after `tenant` are those of a table."""
+    """Permissions and limits of an API key. The defaults after `tenant` are those of a table."""
 
     name: str = ""
-    """Of its table; empty for keys of `--api-key`."""
+    """Name of the key's table; empty for keys of `--api-key`."""
     tenant: str = ""
     """Hex digest of the key, the owner of what is stored with it; empty where the server has no keys."""
     concurrency: Annotated[int, Meta(ge=0, le=2**31)] = 0
     """Requests at once; 0: no limit."""
     tokens_per_minute: PerMinute | None = None
-    """Of prompts and output; None: no limit."""
+    """Tokens of prompts and output together; None: no limit."""
     requests_per_minute: PerMinute | None = None
     """None: no limit."""
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = 0
@@ -50,7 +50,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def namespace(self) -> str:
-        """Whose cached prefixes and drafts it shares. No salt spells a digest."""
+        """The namespace of the cached prefixes and drafts that it shares. No salt spells a digest."""
         return self.tenant if self.cache_salt is None else f"salt:{self.cache_salt}"
 
     def allows(self, model: str) -> bool:
@@ -64,10 +64,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 OPEN = Terms(priority=None, admin=True)
-"""Without keys: everything."""
+"""Terms of a server without keys: everything is allowed."""
 
 FIELDS = ("key", "sha256", *(name for name in Terms.__struct_fields__ if name not in ("name", "tenant")))
-"""Of a table."""
+"""Fields of a table."""
 
 
 def digest(key: str) -> str:

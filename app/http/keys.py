@@ -29,6 +29,6 @@ BEGUN = web.RequestKey("begun", bool)
 """Set where a response has begun, though its head may not be sent yet."""
 PERMIT = web.RequestKey("permit", Permit)
 BODY = web.RequestKey("body", bytes)
-"""Kept where two handlers decode it."""
+"""The raw body, kept where two handlers decode it."""
 WARNINGS = web.RequestKey("warnings", list[str])
-"""Collected by `app.warning.warn`."""
+"""Warnings collected by `app.warning.warn`."""

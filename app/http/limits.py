@@ -25,18 +25,18 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """What is left; negative while it is overdrawn."""
+        """How much is left; negative while it is overdrawn."""
         now = self._clock()
         filled = self._level + (now - self._at) * self.per_minute / MINUTE
         self._level, self._at = min(filled, float(self.per_minute)), now
         return self._level
 
     def take(self, count: int) -> None:
-        """Use some, whether it is there or not."""
+        """Use `count`, whether that much is left or not."""
         self._level = self.level - count
 
     def seconds(self, level: float) -> float:
-        """Until it holds so much; 0 if it does."""
+        """Seconds until it holds `level`; 0 if it does."""
         return max(level - self.level, 0.0) * MINUTE / self.per_minute
 
     def resized(self, per_minute: int | None) -> Bucket | None:
@@ -49,14 +49,14 @@ class Bucket:
 
 
 class Account:
-    """What a key has used. It stays the same one when the file is read again. Owner: event loop."""
+    """Usage of an API key. The object stays the same when the file is read again. Owner: event loop."""
 
     def __init__(self, terms: Terms, clock: Clock = monotonic) -> None:
         self.terms = terms
         self.running = 0
         """Admitted requests that have not ended."""
         self.requests = 0
-        """That were admitted."""
+        """Requests that were admitted."""
         self.limited = 0
         """Requests that were refused for a limit."""
         self.prompt_tokens = 0
@@ -107,7 +107,7 @@ class Account:
             self._tokens.take(prompt + output)
 
     def headers(self) -> Iterator[tuple[str, str]]:
-        """OpenAI's, which say how much of each limit is left and when all of it will be."""
+        """OpenAI's headers, which say how much of each limit is left and when all of it will be."""
         for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
                 yield f"x-ratelimit-limit-{kind}", str(bucket.per_minute)
@@ -116,7 +116,7 @@ class Account:
 
 
 class Permit:
-    """A request of an account, or a batch, with the terms of its begin. Owner: event loop."""
+    """A request of an account, or a batch, with the terms at its beginning. Owner: event loop."""
 
     def __init__(self, account: Account) -> None:
         self.account = account
@@ -145,18 +145,18 @@ class Permit:
         self.account.use(prompt, output, self._admitted)
 
     def hold(self) -> None:
-        """It goes on after its answer, until one more `release`."""
+        """Keep the request running after its answer, until one more `release`."""
         self._holders += 1
 
     def release(self) -> None:
-        """It has ended, unless it is held."""
+        """End the request, unless it is still held."""
         self._holders -= 1
         if self._admitted and not self._holders:
             self.account.running -= 1
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: `17ms`, `1s`, `6m0s`. Rounded up, so that the time is over then."""
+    """A duration as OpenAI writes it: `17ms`, `1s`, `6m0s`. Rounded up, so that the time is over then."""
     if 0 < seconds < 1:
         return f"{min(math.ceil(1000 * seconds), 999)}ms"
     minutes, left = divmod(math.ceil(seconds), 60)
@@ -173,4 +173,4 @@ def _count(count: int, kind: str) -> str:
 
 
 NOBODY = Permit(Account(OPEN))
-"""Where there is no request: offline, and at open paths."""
+"""The permit where there is no request: offline, and at open paths."""

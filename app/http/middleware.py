@@ -33,7 +33,7 @@ OPEN_FOLDER = "/page/"
 """Files of the page at `/`: they are open too, since the page asks for the key itself."""
 
 QUIET_PATHS = OPEN_PATHS
-"""Polled several times a second by probes: logged at debug level."""
+"""Paths that probes poll several times a second: logged at debug level."""
 
 ANTHROPIC_PATH = "/v1/messages"
 """Errors at and below this path have Anthropic's shape."""
@@ -80,7 +80,7 @@ def is_open(path: str) -> bool:
 
 
 def _permit(request: web.Request) -> Permit:
-    """For the account of a request. Raises `HttpError` 401 for a wrong key."""
+    """A permit for the account of a request. Raises `HttpError` 401 for a wrong key."""
     found = request.app[KEYS].find(sent_key(request))
     if found is None and is_open(request.path):
         found = NOBODY.account

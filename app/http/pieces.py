@@ -24,14 +24,14 @@ PIECE = 16 * 1024
 NUMBERS = 4_096
 """Numbers of a list in one piece: at most 9 bytes each."""
 MAX_NUMBERS = 262_144
-"""Of one list: the longest context of a supported model. Conversion to a numpy array takes 3 to 4 ms."""
+"""Numbers in one list: the longest context of a supported model. Converting it to numpy takes 3 to 4 ms."""
 MAX_ITEMS = 32_768
-"""Of one list of anything else. The longest real conversations have some 10,000 messages. A copy of 32,768
-takes 2 ms to free, without a switch to another thread."""
+"""Items in one list of anything else. The longest real conversations have some 10,000 messages. A copy of
+32,768 takes 2 ms to free, without a switch to another thread."""
 FREED = 1_024
 """Items of a list that are freed in one turn of the loop: some 0.3 ms."""
 MAX_VALUES = 20_000
-"""In one item of a list, or one field that is no list: the largest schemas in use have some 10,000."""
+"""Values in one item of a list, or a field that is no list: the largest schemas in use have some 10,000."""
 
 Kind = Literal["value", "raw", "text", "items", "open", "numbers"]
 """How a piece is used: set the field; set it to raw JSON; append text; append items to a list; begin a list

@@ -151,7 +151,7 @@ def metrics(replicas: Sequence[Labelled]) -> Iterator[Metric]:
 
 
 def _values(sample: float | Histogram) -> tuple[Any, ...]:
-    """What `add_metric` takes for a sample."""
+    """The arguments of `add_metric` for a sample."""
     if not isinstance(sample, Histogram):
         return (sample,)
     bounds = (*(f"{bound:g}" for bound in sample.bounds), "+Inf")
@@ -373,5 +373,5 @@ def _histogram(name: str, help: str, histogram: Histogram) -> Figure:
 
 
 def _copied(histogram: Histogram) -> Histogram:
-    """As it is now: the thread that writes it must not see counts and sum of two moments."""
+    """A copy: the thread that formats it must not see counts and sum of two moments."""
     return Histogram(histogram.bounds, list(histogram.counts), histogram.total)

@@ -25,7 +25,7 @@ class Reporter(Protocol):
     """Takes reports. Its calls are made on the event loop: they neither block nor raise."""
 
     keeps_bodies: bool
-    """It needs the body in `accepted`."""
+    """Whether it needs the body in `accepted`."""
 
     def accepted(self, report: Report) -> None:
         """The request's first job was queued; no step with it has run."""
@@ -50,31 +50,31 @@ class Report(Usage, kw_only=True):
     reporters: Iterable[Reporter]
     arrived: float
     created: float
-    """The same as seconds since 1970."""
+    """`arrived` as seconds since 1970."""
     body: bytes = b""
-    """As it was received, until `accepted`; empty where no reporter needs it."""
+    """The body as received, until `accepted`; empty where no reporter needs it."""
     model: str = ""
-    """As the client named it."""
+    """The model's name as the client sent it."""
     stream: bool | None = None
     id: str = ""
-    """Of its first job: the answer's, which `/debug/requests/{id}` takes."""
+    """Id of the first job: the answer's, which `/debug/requests/{id}` takes."""
     params: SamplingParams | None = None
-    """Of its first job."""
+    """Sampling parameters of the first job."""
     choices: int = 0
-    """Of all jobs that were queued."""
+    """Number of choices of all jobs that were queued."""
     cached_tokens: int = 0
     queued_at: float = 0.0
     started_at: float = 0.0
     ended_at: float = 0.0
     finishes: list[str] = msgspec.field(default_factory=list)
-    """Of its choices, the first `MAX_LISTED`."""
+    """Finish reasons of the first `MAX_LISTED` choices."""
     history: list[tuple[float, str, int]] = msgspec.field(default_factory=list)
-    """Of its first choice: (time, admitted, chunk or retracted, tokens)."""
+    """Events of the first choice: (time, admitted, chunk or retracted, tokens)."""
     status: int = 0
     error: str = ""
-    """Code of its error."""
+    """Code of the request's error."""
     key: str = ""
-    """Of its lines in the dump; empty: it is not there."""
+    """Key of the request's lines in the dump; empty: it has none."""
     _holders: int = 1
 
     def receive(self, body: bytes) -> None:
@@ -136,7 +136,7 @@ class Report(Usage, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """The engine failed while it ran."""
+        """Whether the engine failed while the request ran."""
         return FinishReason.ERROR.value in self.finishes
 
 
@@ -172,7 +172,7 @@ def operation_of(path: str) -> str:
 
 
 def usage_of(request: web.Request) -> Usage:
-    """What collects a request's usage: a `Report` if a reporter is configured."""
+    """The object that collects a request's usage: a `Report` if a reporter is configured."""
     reporters, resource = request.app[REPORTERS], request.match_info.route.resource
     if not reporters or resource is None:
         return Usage()

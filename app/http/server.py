@@ -46,7 +46,7 @@ def root_path(serve: ServeConfig) -> str:
 
 
 class _Server(web.Server):
-    """The same server with our connections; `prefix` is removed from paths before routing."""
+    """aiohttp's server with our connections; `prefix` is removed from paths before routing."""
 
     def __init__(self, made: web.Server, prefix: str) -> None:
         def request(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:

@@ -23,7 +23,7 @@ from core.request import SamplingParams
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 3.0
-"""Seconds that the end of the server waits for the last spans."""
+"""Seconds that the server waits at its end for the last spans."""
 
 
 class HeaderGetter:
@@ -135,7 +135,7 @@ class LoggingExporter:
 
 
 def phases(report: Report) -> list[tuple[str, float, float]]:
-    """(name, start, end) of those that the request reached, on the engine's clock."""
+    """(name, start, end) of the phases that the request reached, on the engine's clock."""
     queued, started, first, end = (
         report.queued_at,
         report.started_at,
@@ -153,7 +153,8 @@ def phases(report: Report) -> list[tuple[str, float, float]]:
 
 
 def attributes(report: Report) -> dict[str, AttributeValue]:
-    """By the semantic conventions for GenAI and HTTP. The times in seconds have vLLM's names."""
+    """A span's attributes by the semantic conventions for GenAI and HTTP. The times in seconds have vLLM's
+    names."""
     request = report.request
     found: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": report.operation,
@@ -206,5 +207,5 @@ def _latencies(report: Report) -> Mapping[str, AttributeValue | None]:
 
 
 def _nanoseconds(report: Report, at: float) -> int:
-    """Since 1970, of a time on the engine's clock; not before the request."""
+    """A time on the engine's clock as nanoseconds since 1970; not before the request."""
     return int(1e9 * (report.created + max(at - report.arrived, 0.0)))

@@ -53,20 +53,20 @@ _HEADERS = {
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """What an API's streams have besides their events."""
+    """The parts of an API's event streams that are not its own events."""
 
     error: Callable[[Fault, str], bytes]
     """The event of a failure, for the request with that id."""
     keep_alive: bytes = b": keep-alive\n\n"
-    """Into a long silence; empty: nothing, where readers would take it for an answer."""
+    """Sent during a long silence; empty: nothing is, where readers would take it for an answer."""
     done: bytes = b""
-    """After the last event."""
+    """Sent after the last event."""
     media: str = "text/event-stream"
 
 
 @asynccontextmanager
 async def write_timeout(request: web.Request) -> AsyncIterator[None]:
-    """For waiting until the reader makes room. Raises `ConnectionResetError` when it takes longer than
+    """Limit a wait for the reader to make room. Raises `ConnectionResetError` when it takes longer than
     `STALL`."""
     try:
         async with asyncio.timeout(STALL):
@@ -132,7 +132,7 @@ class EventStream:
         if not self._chunked:
             self.response.force_close()
         self._headed = False
-        """The head is sent."""
+        """Whether the head is sent."""
         self._silent = True
         self._kept = b""
         """Events to be sent with the end of the body."""
@@ -172,8 +172,8 @@ class EventStream:
         self._burst.add(self._send, event)
 
     def write(self, event: bytes) -> None:
-        """One event in one write, after all that was posted. Never blocks or raises; a client that is gone
-        is found by `wait`."""
+        """Send an event in one write, after all that was posted. Never blocks or raises; a client that is
+        gone is found by `wait`."""
         self._burst.send()
         self._send(event)
 

@@ -18,7 +18,7 @@ _permit: ContextVar[Permit] = ContextVar("permit", default=NOBODY)
 
 
 def permit() -> Permit:
-    """That of the current request or batch line."""
+    """The permit of the current request or batch line."""
     return _permit.get()
 
 
@@ -50,7 +50,7 @@ class Keys:
 
     @property
     def accounts(self) -> list[Account]:
-        """All, those of `--api-key` first."""
+        """All accounts, those of `--api-key` first."""
         return [account for _, account in self._digests]
 
     @property
@@ -75,7 +75,7 @@ class Keys:
         return [(bytes.fromhex(each.terms.tenant), each) for each in accounts]
 
     def owner(self, tenant: str) -> Account:
-        """Of what a tenant left to do. A key that is no longer in the file may use no model any more."""
+        """The account for work that a tenant left. A key that is no longer in the file may use no model."""
         for account in self.accounts:
             if account.terms.tenant == tenant:
                 return account

@@ -63,12 +63,12 @@ Event = Content | Reasoning | CallStart | CallArguments | CallBroken | CallCut
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The same with adjacent fragments of one text put together."""
+    """The events, with adjacent fragments of one text joined."""
     found: list[Event] = []
     for _, group in groupby(events, type):
         first, *more = group
         if more and isinstance(first, Content | Reasoning | CallArguments):
-            # Of one call: the start of another is between the arguments of two.
+            # Adjacent arguments are of one call: the start of another is between the arguments of two.
             text = "".join([each.text for each in (first, *more) if isinstance(each, type(first))])
             found.append(msgspec.structs.replace(first, text=text))
         else:

@@ -20,7 +20,7 @@ RETRIES = 16
 
 
 def call_id() -> str:
-    """In OpenAI's format."""
+    """A new call id in OpenAI's format."""
     return f"call_{random_hex(24)}"
 
 
@@ -36,7 +36,7 @@ class Syntax(msgspec.Struct, frozen=True, kw_only=True):
     begins: tuple[str, ...] = ()
     """How a call without a marker begins amid text, `%s` its function's name."""
     lead: str = ""
-    """What the template puts between text and the first call: it is no content."""
+    """The text that the template puts between content and the first call: it is not content."""
 
     def begun(self, names: Iterable[str]) -> tuple[str, ...]:
         """`begins` with these functions' names."""
@@ -69,13 +69,13 @@ class CallParser:
         self._events: list[Event] = []
         self._next = 0
         self._name = ""
-        """Of the call that is being read, once it is known."""
+        """Name of the call that is being read, once it is known."""
         self._open = False
         """A call has been reported and its arguments are not complete."""
         self._fresh = True
         """No text yet, or none since the last call: white space is content only if text follows."""
         self._after = False
-        """Fresh because of a call."""
+        """`_fresh` is set because of a call."""
         self._space: list[str] = []
         """White space that is content unless a call follows."""
         self._dropped = ""
@@ -120,11 +120,11 @@ class CallParser:
         return found if isinstance(found, Mapping) else {}
 
     def types(self, name: str, key: str) -> Types:
-        """What an argument of a function may be."""
+        """The types that an argument of a function may have."""
         return types_of(self.properties(name).get(key), self._schemas.get(name, {}))
 
     def start(self, name: str, id: str = "") -> None:
-        """A call begins; its arguments follow. `id` is the model's own, where its family has them."""
+        """Begin a call; its arguments follow. `id` is the model's own, where its family has them."""
         self._dropped = "".join(self._space)
         self._space.clear()
         self._open = True
@@ -133,7 +133,7 @@ class CallParser:
         self._reported = self.cursor.taken
 
     def arguments(self, text: str) -> None:
-        """More of them."""
+        """Report more of the call's arguments."""
         self._reported = self.cursor.taken
         self._events.append(CallArguments(self._next - 1, text))
 
@@ -213,7 +213,7 @@ class CallParser:
         self._ended()
 
     def _broken(self, raw: str) -> str:
-        """What was read is content up to the next mark in it: half a string may contain valid calls."""
+        """Take what was read as content up to the next mark in it: half a string may contain valid calls."""
         again = any_of(self._syntax.markers).search(raw, 1) if self._retries else None
         end = len(raw) if again is None else again.start()
         reported = len(raw) - (self.cursor.taken - self._reported)
@@ -239,7 +239,7 @@ class CallParser:
         self._space.clear()
         self._after = self._fresh = False
         lead = self._syntax.lead
-        # Of a longer lead its beginning is kept, too: the rest may follow.
+        # The beginning of a longer lead is kept too: the rest may follow.
         if keep := next((end for end in range(len(lead), 0, -1) if text.endswith(lead[:end])), 0):
             self._space.append(lead[:keep])
             text = text[:-keep]

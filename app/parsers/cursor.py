@@ -14,7 +14,7 @@ from typing import TypeVar
 from app.parsers.json_scan import JsonScanner
 
 _SPACES = re.compile(r"\s*")
-"""What `str.isspace` says, all at once."""
+"""Matches all white space at once, by the rule of `str.isspace`."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -35,18 +35,18 @@ class Cursor:
         self.text = ""
         self.at = 0
         self.ended = False
-        """No more text comes."""
+        """Whether no more text comes."""
         self.taken = 0
         """Characters behind the cursor, of the whole text."""
         self._raw: list[str] | None = None
 
     def push(self, text: str) -> None:
-        """More text. What was not taken yet stays in front of it."""
+        """Add more text. The text that was not taken yet stays in front of it."""
         self.text = self.text[self.at :] + text
         self.at = 0
 
     def back(self, text: str) -> None:
-        """Put what was taken last in front again."""
+        """Put `text`, which was taken last, in front again."""
         self.text, self.at = text + self.text[self.at :], 0
         self.taken -= len(text)
 
@@ -66,7 +66,7 @@ class Cursor:
         self._raw = []
 
     def recorded(self) -> str:
-        """What was taken since `record`, which is over."""
+        """The text taken since `record`; ends the recording."""
         raw, self._raw = self._raw, None
         return "".join(raw or ())
 
@@ -184,7 +184,7 @@ def checked_name(text: str) -> str:
 
 @lru_cache
 def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the first of them."""
+    """A pattern that finds the first of `marks`."""
     return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
 
@@ -205,7 +205,7 @@ def beginnings(marks: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
 
 
 def behind_spaces(text: str, at: int) -> int:
-    """Where the white space that begins at `at` ends."""
+    """The position where the white space that begins at `at` ends."""
     found = _SPACES.match(text, at)
     assert found is not None
     return found.end()

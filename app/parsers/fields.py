@@ -42,7 +42,7 @@ def json_element(schema: object, lenient: bool = False) -> Element:
 
 
 def const_element(text: str) -> Element:
-    """This text."""
+    """A fixed text."""
     return {"type": "const_string", "value": text}
 
 

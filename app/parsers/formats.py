@@ -24,7 +24,7 @@ DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
 
 _ARGUMENTS = frozenset({'"arguments"', '"parameters"'})
-"""As they stand in the text."""
+"""Keys of a call's arguments, as they stand in the text."""
 _FENCE = "```"
 
 

@@ -36,16 +36,16 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What one answer may contain."""
+    """The parts that one answer may contain."""
 
     answer: GrammarSpec | None = None
     tools: tuple[Tool, ...] = ()
-    """Those that may be called."""
+    """Functions that may be called."""
     calls: Literal["none", "auto", "required"] = "none"
     many: bool = True
-    """More than one call."""
+    """Whether more than one call is allowed."""
     thinking: Literal["none", "possible", "open"] = "none"
-    """`open`: the prompt has opened it."""
+    """`open`: the prompt has opened the reasoning."""
     over: bool = False
     """The reasoning was cut or skipped: no other may follow, in formats that would allow it."""
 
@@ -53,8 +53,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 def constraint(
     wanted: Wanted, tools: ToolFamily | None, reasoning: ReasoningFamily | None
 ) -> GrammarSpec | None:
-    """The grammar for it, None when nothing is constrained. Raises `RequestError` for calls that the model's
-    family has no grammar for."""
+    """The grammar for `wanted`, None when nothing is constrained. Raises `RequestError` for calls that the
+    model's family has no grammar for."""
     choices = _calls(wanted, tools)
     if wanted.answer is None and choices is None:
         return None
@@ -71,7 +71,7 @@ def constraint(
 def _alternatives(
     wanted: Wanted, choices: Element | None, tools: ToolFamily | None, reasoning: ReasoningFamily | None
 ) -> list[Element]:
-    """What may come behind the reasoning: the answer, and the calls that are its `choices`."""
+    """The grammar of what may follow the reasoning: the answer, and the calls that are its `choices`."""
     headed, made = _headed(wanted, tools, reasoning), []
     if wanted.answer is not None and wanted.calls != "required":
         made.append(_final(answer_element(wanted.answer), headed))
@@ -211,9 +211,9 @@ def without_notes(schema: Any) -> Any:
 
 _NOTES = frozenset({"description", "title", "examples", "default", "$comment"})
 _VALUES = frozenset({"enum", "const", "required"})
-"""Not schemas."""
+"""Keywords whose values are not schemas."""
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""From names to schemas: a name may be that of an annotation."""
+"""Keywords whose values map names to schemas: a name may be that of an annotation."""
 
 
 def _group(tags: list[Element], writing: Writing, many: bool) -> Element:

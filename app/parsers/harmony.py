@@ -33,8 +33,8 @@ _BUILT_IN = frozenset(("browser", "python", "container"))
 reasoning, as in vLLM's Responses."""
 
 _SPACES = re.compile(r"\s+")
-# Of headers with single spaces. Possessive, channel by channel: each would match in as many ways as its words
-# have letters, and those of a header that is none would all be tried.
+# Patterns for headers with single spaces. Possessive, channel by channel: each would match in as many ways as
+# its words have letters, and those of a header that is none would all be tried.
 _ROLE = rf"(?:{re.escape(START)}[^ <]*)?"
 _TYPE = r" ?(?:<\|constrain\|>)? ?[\w+-]* ?"
 _CHANNEL = rf"{re.escape(CHANNEL)} ?(?:(?!{_TO})\w)*+ ?(?:{_TO}[^ <]+)?{_TYPE}"
@@ -60,7 +60,7 @@ class _Header(NamedTuple):
 
     @property
     def reasoning(self) -> bool:
-        """The message is not for the user."""
+        """Whether the message is not for the user."""
         return self.channel == "analysis" or self.recipient.partition(".")[0] in _BUILT_IN
 
 
@@ -103,7 +103,7 @@ def call(calls: CallParser) -> Steps[None]:
 
 
 def first_call(calls: CallParser) -> Steps[None]:
-    """The same where the prompt has begun the message."""
+    """`call` for a message that the prompt has begun."""
     yield from _opened(calls.cursor)
     yield from call(calls)
 
@@ -140,7 +140,7 @@ class Channels(CallParser):
         self._told: dict[type[Content | Reasoning], bool] = {}
         """Kinds of text that were told, and whether the next one begins a line."""
         self.inside = inside
-        """Reasoning now."""
+        """Whether the text is inside reasoning now."""
         self.settled = False
         """The first reasoning has ended, or another message has come before it."""
 

@@ -15,7 +15,7 @@ _SPECIAL = re.compile(r'["\\\x00-\x1f]')
 _SPACES = " \t\n\r"
 _DIGITS = "0123456789"
 
-# What may come next, by state: a character to the state behind it. In a container just opened that is
+# Characters that may come next, by state: each to the state behind it. In a container just opened that is
 # `{ first` or `[ first`, after a value in it `{ value` or `[ value`.
 _END, _CLOSE, _DONE = "end of a value", "end of a container", "done"
 _VALUE = {
@@ -54,7 +54,7 @@ for _literal in ("true", "false", "null"):
 _STRINGS = frozenset(("string", "key"))
 _NESTING = frozenset(("{", "[", _END, _CLOSE))
 _NUMBERS = frozenset(("0", "integer", "fraction", "exponent"))
-"""States in which a number may be over."""
+"""States in which a number may end."""
 
 
 class JsonScanner:
@@ -65,7 +65,7 @@ class JsonScanner:
         self._stack = [_DONE]
         """The states behind the values that are open."""
         self.done = False
-        """The value is whole. A number is only when something else follows it."""
+        """The value is complete. A number is only when something else follows it."""
         self.failed = False
         """No value can begin like this."""
 

@@ -11,9 +11,9 @@ from app.parsers.json_scan import MAX_DEPTH
 from app.parsers.typed import WORDS, Types, inside, is_json, json_value, quoted
 
 MARKS = ("<|python_start|>", "<|python_end|>")
-"""Llama 4's, around the list."""
+"""Llama 4's marks around the list."""
 OLMO = ("<function_calls>", "</function_calls>")
-"""OLMo 3's, around the calls."""
+"""OLMo 3's marks around the calls."""
 NAME_CHARS = 64
 
 _PLAIN = re.compile(r"[^'\"\\\x00-\x1f]+")
@@ -50,7 +50,7 @@ def json_argument(text: str, types: Types) -> str:
 
 
 def pythonic(calls: CallParser) -> Steps[None]:
-    """An answer that is such a list, from its first character on. Functions must be declared."""
+    """An answer that is a list of calls, from its first character on. Functions must be declared."""
     cursor = calls.cursor
     yield from cursor.spaces()
     yield from cursor.expect("[")
@@ -169,7 +169,7 @@ def _literal(cursor: Cursor, out: Out, depth: int) -> Steps[None]:
 
 
 def _key(cursor: Cursor, out: Out) -> Steps[None]:
-    """A dict is keyed by strings."""
+    """The key of a dict, which must be a string."""
     sign = yield from cursor.peek()
     if not sign or sign not in "'\"":
         raise Malformed

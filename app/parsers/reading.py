@@ -15,13 +15,13 @@ from app.parsers.registry import ReasoningFamily, ToolFamily
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What to parse in each choice's text, and how to report it."""
+    """The formats to parse in each choice's text, and how to report what is found."""
 
     tools: ToolFamily | None = None
     names: frozenset[str] = frozenset()
     """Functions in the prompt."""
     schemas: Mapping[str, Mapping[str, Any]] = {}
-    """Of their arguments."""
+    """Schemas of the functions' arguments."""
     reasoning: ReasoningFamily | None = None
     inside: bool = False
     """The prompt has opened the reasoning."""
@@ -36,17 +36,17 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """The text is the content."""
+        """Whether all text is content."""
         return self.tools is None and self.reasoning is None
 
     @property
     def apart(self) -> bool:
-        """Reasoning is reported in its own fields."""
+        """Whether reasoning is reported in its own fields."""
         return self.reasoning is not None and not self.inline and not self.silent
 
     @property
     def calls_in_channels(self) -> bool:
-        """Calls are messages beside those of the answer's text."""
+        """Whether calls are messages beside those of the answer's text."""
         return self.tools is not None and self.tools.channels
 
     def answer(self) -> Answer:
@@ -90,31 +90,31 @@ class Answer:
         self.made = 0
         """Calls that were reported and not broken."""
         self.whole = 0
-        """Of them, those that the text's end did not cut off."""
+        """The calls of `made` that the text's end did not cut off."""
 
     @property
     def thinking(self) -> bool:
-        """Inside the reasoning now."""
+        """Whether the text is inside the reasoning now."""
         return self._reasoning is not None and self._reasoning.inside
 
     @property
     def settled(self) -> bool:
-        """No reasoning can begin any more."""
+        """Whether no reasoning can begin any more."""
         return self._reasoning is None or self._reasoning.settled
 
     @property
     def plain(self) -> bool:
-        """From here on the text is the content, character for character: it need not be fed."""
+        """Whether all text from here on is content, character for character: it need not be fed."""
         return self._calls is None and (self._reasoning is None or self._reasoning.plain)
 
     def feed(self, text: str) -> list[Event]:
-        """More text. Never raises for what a model may write."""
+        """Parse more text. Never raises for what a model may write."""
         if self._reasoning is None:
             return self._counted(self._called(text))
         return self._counted(self._split(self._reasoning.feed(text)))
 
     def finish(self) -> list[Event]:
-        """The text is over: what was held back. Nothing may be fed afterwards."""
+        """The text is over: return the events of what was held back. Nothing may be fed afterwards."""
         events: list[Event] = []
         if self._reasoning is not None:
             if (found := self._unclosed(self._reasoning)) is not None:
@@ -125,7 +125,7 @@ class Answer:
         return self._counted(events)
 
     def _unclosed(self, reasoning: ReasoningParser | Channels) -> list[Event] | None:
-        """The calls in reasoning without an end mark: it ends with them. None without any."""
+        """The events of calls in reasoning without an end mark, which ends with them. None without any."""
         if self._calls is None or not (text := reasoning.called):
             return None
         found = self._calls.feed(text) + self._calls.finish()

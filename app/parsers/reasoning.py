@@ -10,8 +10,8 @@ class ReasoningParser:
     """Splits reasoning from the answer after it, in a text that comes in pieces.
 
     Marks are recognised once: a later `<think>` is the answer's own. Line breaks next to a mark
-    belong to it. From where a call begins all is held until the reasoning ends: if it never does, that was
-    no reasoning. Owner: event loop.
+    belong to it. From where a call begins, everything is held until the reasoning ends: if it never does, the
+    held text was no reasoning. Owner: event loop.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class ReasoningParser:
         """Nothing of the reasoning was reported yet."""
         self._run = self._answer()
         self.inside = inside
-        """Reasoning now."""
+        """Whether the text is inside the reasoning now."""
         self.settled = False
         """There was reasoning, or there will be none."""
         self.plain = False
-        """All that comes is content, and nothing is held back."""
+        """Whether all further text is content, and nothing is held back."""
 
     @property
     def called(self) -> str:

@@ -18,7 +18,7 @@ from app.parsers.pythonic import MARKS, OLMO, olmo, pythonic
 
 
 class Quotes(NamedTuple):
-    """What stands around a value, by whether it is a string."""
+    """Text around a value, by whether it is a string."""
 
     string: tuple[str, str]
     other: tuple[str, str] = ("", "")
@@ -31,12 +31,12 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
     after: str = ""
     gap: str = ""
-    """Before `end`, where the value is no text."""
+    """Text before `end`, where the value is no text."""
     separator: str = ""
     raw: bool = True
     """Strings without quotes; otherwise as in JSON, and true is True."""
     quotes: Quotes | None = None
-    """Around values, in place of `end`."""
+    """Text around values, in place of `end`."""
 
 
 class Writing(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     fields: Fields | None = None
     """How arguments are written; None: as one JSON object."""
     numbered: str = ""
-    """Behind `begin` comes a number, then this."""
+    """Text after the number that comes behind `begin`; empty: there is no number."""
     last: bool = False
     """A call ends the answer: there is one at most."""
 
@@ -86,12 +86,12 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
     begin: str
     end: str
     gap: str = ""
-    """Between the reasoning and the answer."""
+    """Text between the reasoning and the answer."""
     special: bool = False
     spellings: tuple[tuple[str, str], ...] = ()
     """Other marks that models write, each a begin and an end."""
     line: str = "\n"
-    """Between a mark and the reasoning."""
+    """Text between a mark and the reasoning."""
     channels: bool = False
     """See `ToolFamily.channels`."""
     sign: str = ""
@@ -99,12 +99,12 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """All that begin it."""
+        """All marks that begin reasoning."""
         return (self.begin, *(begin for begin, _ in self.spellings))
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """All that end it."""
+        """All marks that end reasoning."""
         return (self.end, *(end for _, end in self.spellings))
 
     def opened(self, prompt: str) -> bool:
@@ -122,7 +122,7 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
         return self.channels and harmony.FINAL in prompt.rpartition(harmony.START)[2]
 
     def closing(self, calls: bool) -> str:
-        """What ends reasoning that is cut, and begins the answer, which may be `calls` in the same format."""
+        """Text that ends reasoning that is cut and begins the answer, which may be `calls` in that format."""
         return f"{self.line}{self.end}{self.gap}{harmony.FINAL if self.channels and not calls else ''}"
 
     def skipped(self, prompt: str, calls: bool = False) -> str:
@@ -243,7 +243,7 @@ _OLMO = ToolFamily(
 
 
 def _tagged(name: str, tags: tagged.Tags, lead: str, gap: str = "") -> ToolFamily:
-    """Each call in an outer tag of its own."""
+    """A family that writes each call in an outer tag of its own."""
     return ToolFamily(
         name=name,
         markers=(tags.calls[0], tags.call[0]),
@@ -266,7 +266,7 @@ def _tagged(name: str, tags: tagged.Tags, lead: str, gap: str = "") -> ToolFamil
 def _invoked(
     name: str, tags: tagged.Tags, lead: str, fields: Fields, calls: Format | None = None
 ) -> ToolFamily:
-    """All calls in one outer tag."""
+    """A family that writes all calls in one outer tag."""
     return ToolFamily(
         name=name,
         markers=(tags.calls[0], tags.call[0]),
@@ -371,7 +371,7 @@ _FAMILIES = (
     *(_HARMONY, _SEED, _DSML_4),
 )
 TOOLS: Mapping[str, ToolFamily] = {family.name: family for family in _FAMILIES}
-"""By the name that `--tool-parser` takes."""
+"""Families of tool calls by the name that `--tool-parser` takes."""
 
 _THINK = ReasoningFamily(name="think", begin="<think>", end="</think>", gap="\n\n")
 _SEED_THINK = ReasoningFamily(
@@ -402,12 +402,12 @@ REASONING: Mapping[str, ReasoningFamily] = {
     family.name: family
     for family in (_THINK, _BRACKETS, _GRANITE_THOUGHT, _GEMMA_THOUGHT, _ANALYSIS, _SEED_THINK)
 }
-"""By the name that `--reasoning-parser` takes."""
+"""Families of reasoning by the name that `--reasoning-parser` takes."""
 
 
 def tool_family(choice: str, template: str) -> ToolFamily | None:
-    """The family that `choice` names, None for `none`; for `auto` that of the chat template's text. Without
-    known marks that is Hermes', which a grammar can enforce on every model."""
+    """The family that `choice` names, None for `none`; for `auto` the one that the chat template indicates,
+    or without known marks Hermes', which a grammar can enforce on every model."""
     if choice == "none":
         return None
     family = _found(template) if choice == "auto" else TOOLS[choice]
@@ -418,7 +418,7 @@ def tool_family(choice: str, template: str) -> ToolFamily | None:
 
 
 def reasoning_family(choice: str, template: str) -> ReasoningFamily | None:
-    """The same for reasoning. A template that knows the end mark is for a model that writes it."""
+    """As `tool_family`, for reasoning. A template that knows the end mark is for a model that writes it."""
     if choice != "auto":
         return REASONING.get(choice)
     return next((family for family in REASONING.values() if (family.sign or family.end) in template), None)
@@ -429,7 +429,7 @@ def _found(template: str) -> ToolFamily:
 
 
 _GRANITE_LISTS = "<tool_call> followed by a JSON list"
-"""What the template of Granite 3.1 says."""
+"""Text in the template of Granite 3.1."""
 _VARIANTS = (
     (_MISTRAL, "[ARGS]", _MISTRAL_11),
     (_GRANITE, _GRANITE_LISTS, _GRANITE_31),

@@ -17,10 +17,10 @@ class Tags(NamedTuple):
 
     calls: tuple[str, str]
     call: tuple[str, str]
-    """The first goes up to the name."""
+    """Tags around a call; the first goes up to the name."""
     argument: tuple[str, str]
     named: str
-    """Behind a name."""
+    """Text behind a name."""
     line: str = ""
     """Inside a tag, around what it encloses."""
 
@@ -48,9 +48,9 @@ DSML = Tags(
 )
 DSML_4 = DSML._replace(calls=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
 DSML_PLAIN = MINIMAX._replace(calls=("<function_calls>", "</function_calls>"))
-"""As it reads where the special token was left out (vLLM issue 30541)."""
+"""DeepSeek's tags where the special token was left out (vLLM issue 30541)."""
 _IS_STRING = '" string="'
-"""In DeepSeek's tags behind an argument's name, before `true` or `false`."""
+"""Text in DeepSeek's tags between an argument's name and `true` or `false`."""
 _KEY = ("<arg_key>", "</arg_key>")
 _VALUE = ("<arg_value>", "</arg_value>")
 _STRING: Types = frozenset(("string",))
@@ -127,7 +127,7 @@ def _arguments(calls: CallParser, name: str, tags: Tags) -> Steps[None]:
 
 
 _TYPES: Mapping[str, Types] = {"true": _STRING, "false": None}
-"""By what a tag says of its value."""
+"""Types of a value, by what its tag says of it."""
 
 
 def glm(calls: CallParser) -> Steps[None]:

@@ -16,7 +16,7 @@ _REFS = 8
 _LOOKS = 256
 """Subschemas looked at for one value: branches that refer to each other multiply, 60 of them to 17 s."""
 WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's, as JSON."""
+"""Python's words for JSON's."""
 _OF_VALUES: Mapping[type, str] = {
     str: "string",
     bool: "boolean",
@@ -50,7 +50,7 @@ def types_of(schema: object, root: Mapping[str, Any]) -> Types:
 
 
 def _types(schema: object, root: Mapping[str, Any], depth: int, looks: Iterator[int]) -> Types:
-    """The same. Raises `StopIteration` when `looks` are over."""
+    """`types_of` for a part of a schema. Raises `StopIteration` when `looks` are used up."""
     next(looks)
     if not isinstance(schema, Mapping) or not depth:
         return None
@@ -105,7 +105,7 @@ def json_value(text: str, types: Types) -> str:
 
 
 def members(arguments: str) -> dict[str, Any]:
-    """The whole members of an object, of which the end may be missing."""
+    """The complete members of an object whose end may be missing."""
     found: dict[str, Any] = {}
     decode, at = json.JSONDecoder().raw_decode, _past("{", arguments, 0)
     try:
@@ -122,7 +122,7 @@ def members(arguments: str) -> dict[str, Any]:
 
 
 def _past(sign: str, text: str, at: int) -> int:
-    """Behind white space and `sign`."""
+    """The position behind white space and `sign`."""
     while text[at : at + 1] in (" ", "\t", "\n", "\r", sign):
         at += 1
     return at
@@ -139,7 +139,7 @@ def quoted(text: str) -> str:
 
 
 def encodable(text: str) -> bool:
-    """Whether it has no half of a surrogate pair."""
+    """Whether `text` has no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -148,13 +148,13 @@ def encodable(text: str) -> bool:
 
 
 def is_json(text: str) -> bool:
-    """Whether it is one JSON value, without white space around it."""
+    """Whether `text` is one JSON value, without white space around it."""
     scanner = JsonScanner()
     return bool(text) and scanner.scan(text + "\n") == len(text) and scanner.done
 
 
 def _pointed(pointer: object, root: Mapping[str, Any]) -> object:
-    """What a reference within `root` points to, None for any other."""
+    """The subschema that a reference within `root` points to, None for any other reference."""
     if not isinstance(pointer, str) or not pointer.startswith("#"):
         return None
     found: object = root

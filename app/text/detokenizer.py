@@ -46,7 +46,7 @@ class Detokenizer:
         self._nothing_pending = not (self._starting or self._decode.getstate()[0])
 
     def feed(self, ids: Sequence[int]) -> str:
-        """More ids (each >= 0); returns the text that became certain. Ids outside the vocabulary
+        """Decode more ids (each >= 0). Returns the text that became certain. Ids outside the vocabulary
         read as nothing."""
         if self._nothing_pending and len(ids) == 1:  # nearly every call
             try:
@@ -106,7 +106,7 @@ class _Windows:
                 del self._ids[self._read :]
             return ""
         new = text[len(self._seen) :]
-        # What is emitted now is the next call's context.
+        # The tokens emitted now are the next call's context.
         self._ids = self._ids[self._read :]
         self._read = len(self._ids)
         self._seen = self._tokenizer.decode(self._ids, self._skip)

@@ -51,7 +51,7 @@ _GLUE = "☺"
 
 
 class FimTokens(NamedTuple):
-    """A format's in one vocabulary. `middle` is None where there is none; `ends` are ids that say that the
+    """Ids of a format's tokens in one vocabulary. `middle` is None where there is none; `ends` say that the
     text is complete."""
 
     format: FimFormat

@@ -7,7 +7,7 @@ MAX_SLOW = 10_000
 take, and 8 MB of them took 14 s."""
 
 FEW_SLOW = 100
-"""As many are read on the loop, in 0.6 ms at most; an id of hexadecimal digits often looks like one."""
+"""Slow numbers that are read on the loop, in 0.6 ms at most; a hexadecimal id often looks like one."""
 
 _PLAIN = bytes.maketrans(b"123456789E+", b"000000000e-")
 _SLOW = (b"e000", b"e-000")

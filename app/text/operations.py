@@ -10,21 +10,21 @@ from typing import Any, NoReturn
 from jinja2.exceptions import SecurityError
 
 MAX_CHARS = 32 * 2**20
-"""In one string a template makes, its output among them; a request body has no more."""
+"""Characters of one string that a template makes, its output included; a request body has no more."""
 MAX_ITEMS = 250_000
-"""In one list it makes, and values seen when a nested one is printed or compared (50 ms)."""
+"""Items of one list it makes, and values seen when a nested one is printed or compared (50 ms)."""
 MAX_DEPTH = 1_000
-"""Of a nested value."""
+"""Depth of a nested value."""
 MAX_ARGUMENT = 100_000
-"""Of numbers given to filters and string methods: widths, counts, precisions."""
+"""Largest number given to filters and string methods: widths, counts, precisions."""
 MAX_BITS = 4_096
-"""In whole numbers."""
+"""Bits of a whole number."""
 MAX_SLOW = 2**20
 """Characters of a text for filters that take long over each: 0.2 s at most."""
 MAX_FIELD = 9_999
 """Width of a field in a format."""
 MAX_WORK = 10**9
-"""Length of a string times that of a string argument: what `strip` may compare."""
+"""Length of a string times that of a string argument: the comparisons that `strip` may make."""
 
 MAX_PARTS = 16 * MAX_ITEMS
 """Items that a filter goes through, times the dots in a text that it is given: `sort(attribute="a.b.c")`
@@ -32,7 +32,7 @@ looks each part up in each item (1 s)."""
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise `SecurityError` for `what` is too large."""
+    """Raise `SecurityError`: `what` is too large."""
     raise SecurityError(f"{what} is larger than a chat template may make")
 
 
@@ -107,14 +107,14 @@ _ORDER_TESTS = frozenset(
 READ_TESTS = _ORDER_TESTS | frozenset(("in", "lower", "upper"))
 """Tests that compare or print nested values."""
 _PLAIN = _ORDER_TESTS | frozenset(("d", "default", "in", "get", "index", "count", "divisibleby"))
-"""May be given any number: it is only compared or passed through."""
+"""Filters, tests and methods that take any number: it is only compared or passed through."""
 
 _LONG_FIELD = re.compile(r"\d{5}|\*|\{[^{}]*\{")
 
 
 def _check_format(text: str, values: Iterable[Any]) -> None:
-    """Widths of five digits, or that are themselves arguments; a result that may be too large, where each
-    field may show any of the values."""
+    """Refuse widths of five digits or that are themselves arguments, and a result that may be too large,
+    where each field may show any of the values."""
     longest = MAX_FIELD + max(map(_chars, values), default=0)
     if (text.count("%") + text.count("{")) * longest > MAX_CHARS:
         refuse("the result of a format")
@@ -152,7 +152,7 @@ def _check_repetition(value: Any, times: Any) -> None:
 
 
 def nested(value: object) -> Iterator[tuple[int, object]]:
-    """A value and all values inside it, with their depth from 1; of dictionaries the keys too."""
+    """A value and all values inside it, keys of dictionaries included, with their depth from 1."""
     ahead: list[Iterator[object]] = [iter((value,))]
     while ahead:
         for item in ahead[-1]:

@@ -21,7 +21,7 @@ class RepetitionScanner:
         self._matches = [0] * (wanted.longest + 1)
 
     def feed(self, token: int) -> bool:
-        """One more token; whether it completes such a repetition."""
+        """Add one more token. Returns whether it completes such a repetition."""
         wanted, tokens, matches = self._wanted, self._tokens, self._matches
         found = False
         for n in range(wanted.shortest, min(wanted.longest, len(tokens)) + 1):

@@ -58,7 +58,7 @@ MAX_MADE = 2**29
 _DROPPED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters that no chat template uses and whose time or size has no simple bound."""
 _DROPPED_METHODS = frozenset(("encode", "expandtabs", "from_bytes", "translate"))
-"""The same of methods."""
+"""Methods that no chat template uses and whose time or size has no simple bound."""
 
 
 class OutOfTime(TemplateError):
@@ -194,7 +194,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return guarded
 
     def _timed(self, items: Iterable[Any]) -> Iterator[Any]:
-        """What a filter makes item by item. Lists among them are new: `batch` and `slice` make them."""
+        """The items that a filter makes one by one. Items that are lists are new (`batch`, `slice`)."""
         for item in items:
             self.budget.tick()
             yield self.budget.charge(item) if isinstance(item, list) else item
@@ -217,10 +217,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 _TIMED, _JOIN, _BOUNDED, _CHARGED = "loom turns", "loom join", "loom bounded", "loom made"
-"""No template can spell these."""
+"""Names that no template can spell."""
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _SMALL = 32
-"""Bytes of a number, say: what `range`, `split` and the like fill a list with."""
+"""Bytes of an item that `range`, `split` and the like fill a list with, such as a number."""
 
 
 class _Checks(NodeTransformer):
@@ -331,7 +331,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja2's own escapes HTML, which models were not trained on."""
+    """The filter `tojson`. Jinja2's own escapes HTML, which models were not trained on."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

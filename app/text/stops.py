@@ -106,8 +106,8 @@ def compile_pattern(pattern: str) -> Any:
 
 
 class _Found(NamedTuple):
-    """A match at held[start:end]; what comes before `held` has been given out. The least wins: the first
-    to be complete, of equal ends the longest."""
+    """A match at held[start:end]; the text before `held` has been given out. The least wins: the first to be
+    complete, among equal ends the longest."""
 
     end: int
     start: int
@@ -123,14 +123,14 @@ class StopScanner:
     def __init__(
         self, stops: Sequence[str], patterns: Sequence[str] = (), include_stop: bool = False
     ) -> None:
-        """Both as `check_stops` lets them pass; `include_stop` leaves the stop in the text."""
+        """Stops and patterns as `check_stops` lets them pass; `include_stop` leaves the stop in the text."""
         self._stops = [_Stop(stop) for stop in stops]
         self._patterns = _Patterns(patterns) if patterns else None
         self._include = include_stop
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """More text. Returns what may be given out and, when a stop is complete, which one (a
+        """Scan more text. Returns what may be given out and, when a stop is complete, which one (a
         pattern's source for a pattern): the text then ends before or, if included, after it, and
         nothing may be fed any more."""
         begun = [stop for stop in self._stops if stop.begin >= 0 or stop.first in text]
@@ -154,7 +154,7 @@ class StopScanner:
         return held[:cut], None
 
     def flush(self) -> str:
-        """The text ended without a stop: what was held back."""
+        """The text ended without a stop: return what was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -168,8 +168,8 @@ class _Stop:
         self.begin = -1
 
     def seek(self, held: str, before: int) -> _Found | None:
-        """Its first match in `held`, where held[before:] is new. A place that is ruled out is not looked at
-        again."""
+        """The stop's first match in `held`, where held[before:] is new. A place that is ruled out is not
+        looked at again."""
         text, begin = self.text, self.begin
         if begin < 0:
             begin = held.find(self.first, before)
@@ -184,7 +184,7 @@ class _Stop:
 class _Patterns:
     """Patterns over the last `WINDOW` characters.
 
-    What matches is decided for the text up to each character, so that it cannot depend on the
+    Matches are decided for the text up to each character, so that they cannot depend on the
     pieces. One search over all the new text says whether there is anything to decide; only with
     anchors and word boundaries, which may hold for a beginning and not for the whole, is every
     character a search (about 5 µs each).

@@ -32,7 +32,7 @@ Llama 3.1 and DeepSeek-V3); one that is not done in half a millisecond is starte
 thread, so that no template can hold the loop."""
 
 PROBE_TIME = 0.1
-"""For each of the seven to fourteen renderings that probe a template at the start."""
+"""Time limit of each of the seven to fourteen renderings that probe a template at the start."""
 
 THREADS = 2
 MAX_SOURCE = 1 << 20
@@ -78,9 +78,9 @@ class ChatTemplate:
         """The template's text; empty without one."""
         self._template = self._compile(source) if source is not None else None
         self._takes_parts = False
-        """It reads content as a list of parts only."""
+        """The template reads content as a list of parts only."""
         self._thinks_in_parts = False
-        """It reads reasoning as a part of the content (Mistral)."""
+        """The template reads reasoning as a part of the content (Mistral)."""
         self._arguments_as_objects = True
         self._empty_content: str | None = ""
         self._shows_system = self._shows_calls = True
@@ -107,7 +107,7 @@ class ChatTemplate:
 
     @property
     def drops_calls(self) -> bool:
-        """It renders tools, but not the assistant's calls (Granite 3.3): they have to be in the content."""
+        """Whether it renders tools but not the assistant's calls (Granite 3.3): they go into the content."""
         return self.shows_tools and not self._shows_calls
 
     def close(self) -> None:

@@ -37,8 +37,8 @@ HUGE_CHARS = 256 * 1024
 every prompt that is not short."""
 
 SPARSE_CHARS = 4
-"""Per token, in usual text: of a text that may be too long, this many characters for each token of the limit
-are encoded first, then four times as many."""
+"""Characters per token in usual text. To check a text that may be too long, this many for each token of the
+limit are encoded first, then four times as many."""
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>", "<|return|>", "<|call|>")
 """End-of-turn tokens of ChatML, Llama 3, Gemma, Llama 4 and gpt-oss, used in addition to the EOS of the
@@ -56,7 +56,7 @@ ids."""
 class Tokenizer:
     """Encodes and decodes for one model.
 
-    Owner: event loop. the methods that are `async` read it in pool threads too.
+    Owner: event loop. The methods that are `async` read it in pool threads too.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Tokenizer:
         self._added_bos = bos if probe[:1] != bos else []
         ends = [eos] if settings.get("add_eos_token") is True and eos is not None else []
         self.added_eos = ends if probe[-1:] != ends else []
-        """What `tokenizer_config.json` puts behind a text and tokenizer.json does not. A prompt that is to
-        go on must not end so, a text that is to be embedded must (e5-mistral's vectors are of that
-        token)."""
+        """Token ids that `tokenizer_config.json` puts behind a text and tokenizer.json does not. A prompt
+        that is to go on must not end so, a text that is to be embedded must (e5-mistral's vectors are of
+        that token)."""
 
     @classmethod
     def load(

@@ -49,7 +49,7 @@ class Vocabulary:
             for text, token in vocab.items():
                 self.raw[token] = _bytes(text, self.kind)
             self.texts = [_whole(raw) for raw in self.raw]
-        # The same with special tokens skipped.
+        # The same tables with special tokens skipped.
         self.shown_raw, self.shown_texts = list(self.raw), list(self.texts)
         if self.raw:
             for token in self.special_ids:

@@ -1,4 +1,4 @@
-"""For operators: health, statistics, load, prefix cache, aborts."""
+"""Routes for operators: health, statistics, load, prefix cache, aborts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 
 
 def _loads(request: web.Request) -> list[SchedulerStatistics]:
-    """Of each replica."""
+    """Scheduler statistics of each replica."""
     return [each.scheduler for each in request.app[SERVICE].loaded.engine.statistics()]
 
 

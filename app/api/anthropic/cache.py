@@ -1,4 +1,4 @@
-"""Anthropic's `cache_control`: which prefixes of a prompt it marks, and what came of it."""
+"""Anthropic's `cache_control`: which prefixes of a prompt it marks, and the cache's counts in `usage`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ MAX_MISSED = 16
 prompt, and a body may have 100,000 texts."""
 
 _Place = tuple[int, int, int]
-"""Of a mark, in the order of the prompt: part (tools, system, messages, all), message, block."""
+"""Place of a mark, in the order of the prompt: part (tools, system, messages, all), message, block."""
 
 _TOOLS, _SYSTEM, _MESSAGES, _ALL = range(4)
 
 
 _Mark = tuple[_Place, float]
-"""And its TTL in seconds."""
+"""Place of a mark and its TTL in seconds."""
 
 
 def kept(body: MessagesBody, prompt: str) -> Keep | None:
     """Which prefixes of the rendered `prompt` the marks of `body` ask to keep; None without marks. Raises
     `RequestError` naming a mark that is not one.
 
-    Of equal time only the last mark counts: its prefix contains the others'.
+    Among marks of equal TTL only the last one counts: its prefix contains the others'.
     """
     last: dict[float, _Place] = {}
     for place, seconds in _marks(body):
@@ -105,7 +105,7 @@ def _position(body: MessagesBody, prompt: str, place: _Place) -> int | None:
 
 def _end(prompt: str, body: MessagesBody, without: int = 0) -> int:
     """Where the texts of `body`'s messages, but for the last `without`, are over in `prompt`. A text that
-    its template changed or left out is passed over: then it is less that is kept, never more."""
+    its template changed or left out is passed over: then less is kept, never more."""
     texts = _texts(body, body.messages or [])
     at = missed = 0
     for text in texts[: len(texts) - without]:
@@ -125,7 +125,7 @@ def _texts(body: MessagesBody, messages: list[Block]) -> list[str]:
 def prompt_usage(run: Run) -> dict[str, object]:
     """Tokens of the prompt as Anthropic counts them; the three counts add up to all of them.
 
-    Read is what was found in the cache; created, what was not found and is pinned now by a mark, the
+    Read tokens were found in the cache; created ones were not found and are pinned now by a mark, the
     longer time first; the rest was computed, and may or may not be found again.
     """
     made: dict[str, int] = {}

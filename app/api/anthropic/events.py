@@ -74,9 +74,9 @@ class MessageFrames(Frames[dict[str, object]]):
         self._count = 0
         self._index = -1
         self._kind = ""
-        """Of the open block; empty between two."""
+        """Kind of the open block; empty between two."""
         self._head = b""
-        """Of the open block's deltas, up to their text."""
+        """Beginning of the open block's deltas, up to their text."""
         self._started = False
 
     def delta(self, index: int, piece: Piece) -> bytes | None:

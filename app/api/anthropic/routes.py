@@ -42,7 +42,7 @@ async def messages(request: web.Request, body: MessagesBody, loaded: Loaded) -> 
 
 
 def too_long(error: ContextExceeded) -> RequestError:
-    """The same in Anthropic's words, by which Claude Code knows that it is to sum up its conversation."""
+    """The error in Anthropic's words, by which Claude Code knows that it is to sum up its conversation."""
     most = min(error.limit, error.prompt - 1)  # a prompt that fills the context leaves no room for an answer
     return RequestError(f"prompt is too long: {error.prompt} tokens > {most} maximum", "messages", error.code)
 

@@ -1,4 +1,4 @@
-"""What `/v1/messages` takes, and its fields as chat knows them."""
+"""The body of `/v1/messages`, and its translation to chat's fields."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded) -> ChatBody:
-    """The same request as chat takes it; `id` is what it can be aborted by."""
+    """The request as a body of chat; it can be aborted by `id`."""
     _check_whole(body)
     choice, last = body.tool_choice, messages[-1]
     prefilled = last["role"] == "assistant" and not last.get("tool_calls")

@@ -62,15 +62,15 @@ class ReplyFrames(Frames[dict[str, object]]):
         self._run = runs[0]
         self._count = 0
         self._calls = 0
-        """Without malformed ones."""
+        """Number of calls so far, without malformed ones."""
         self._blocks = 0
         """Blocks of text or thinking so far. Calls are numbered apart."""
         self._kind = ""
-        """Of what is open: `text`, `thinking`, `call`; empty between two."""
+        """Kind of the open block or call: `text`, `thinking`, `call`; empty between two."""
         self._index = 0
-        """Of what is open."""
+        """Index of the open block or call."""
         self._head = b""
-        """Of its deltas, up to their text."""
+        """Beginning of its deltas, up to their text."""
         self._started = False
         self._tokens: list[int] = []
         self._rows: list[RowLogprobs] = []

@@ -1,4 +1,4 @@
-"""What `/v2/chat` takes, and its fields as chat knows them."""
+"""The body of `/v2/chat`, and its translation to chat's fields."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _CHOICES = {"REQUIRED": "required", "NONE": "none"}
 
 
 def chat_body(body: CohereBody, loaded: Loaded) -> ChatBody:
-    """The same request as chat takes it."""
+    """The request as a body of chat."""
     if body.tool_choice is not None and body.tool_choice not in _CHOICES:
         raise field_error("tool_choice", "must be 'REQUIRED' or 'NONE'")
     budget, arguments = _thinking(body.thinking, loaded)
@@ -104,8 +104,8 @@ def _format(format: dict[str, Any] | None) -> Any:
 
 
 def _documents(documents: list[str | dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Flat, as templates print them or look for `title` and `text`. (vLLM leaves the data inside `data`, for
-    a renderer of its own.)"""
+    """The documents as flat objects, as templates print them or look for `title` and `text`. (vLLM leaves the
+    data inside `data`, for a renderer of its own.)"""
     check_depth(documents, "documents")
     return [_document(each, f"documents[{i}]") for i, each in enumerate(documents or ())] or None
 

@@ -1,4 +1,4 @@
-"""What Ollama's routes take, and their fields as chat knows them."""
+"""Bodies of Ollama's routes, and their translation to chat's fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
-    """What `/api/chat` and `/api/generate` share."""
+    """Fields that `/api/chat` and `/api/generate` share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -78,12 +78,12 @@ class OllamaShowBody(msgspec.Struct, kw_only=True):
 
 
 def model_name(name: str | None, loaded: Loaded) -> str | None:
-    """Ollama's clients put a tag behind every name; ours has none, or its own."""
+    """A model's name without the tag that Ollama's clients put behind every name, unless it is ours."""
     return name if name is None or name in loaded.card.names else name.removesuffix(":latest")
 
 
 def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
-    """The same request as chat takes it."""
+    """The request as a body of chat."""
     if isinstance(body, OllamaChatBody):
         messages, tools = [_message(each, i) for i, each in enumerate(body.messages or ())], body.tools
     else:
@@ -99,7 +99,7 @@ def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
 
 
 def raw_body(body: OllamaGenerateBody) -> CompletionBody:
-    """The same for a prompt without a template."""
+    """A request whose prompt needs no template, as a body of completions."""
     request = CompletionBody(prompt=body.prompt, response_format=_format(body.format))
     _sampling(request, body.options)
     return request

@@ -1,4 +1,4 @@
-"""What chat and completions share."""
+"""Functions that chat and completions share."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def base_job(
     logprobs: int,
     prompt_logprobs: int = -1,
 ) -> Job:
-    """What both routes ask of the engine, without a prompt: everything checked that can be checked without
-    tokens. Log-probabilities are counts of alternatives, -1 for none."""
+    """The job of a request of either route, without its prompt: everything is checked that can be checked
+    without tokens. Log-probabilities are counts of alternatives, -1 for none."""
     card = loaded.card
     if body.lora_path and (loaded.adapter is None or loaded.adapter.name != body.lora_path):
         raise unsupported("lora_path", "an adapter is named at the top of the body")

@@ -31,7 +31,7 @@ ROUTES = Routes()
 P = TypeVar("P")
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, which other servers copied."""
+"""OpenAI's default, which other servers copied."""
 
 _TAKES = ("use_beam_search", "suffix", "lora_path")
 
@@ -71,7 +71,7 @@ class CompletionFrames(Chunks):
         return self._echoes[index // self._n] if self._body.echo else ""
 
     def logprobs(self, index: int, piece: Piece) -> object:
-        """See `Chunks.logprobs`. After those of the prompt when it is echoed."""
+        """See `Chunks.logprobs`. They come after the prompt's when it is echoed."""
         if self._echoed[index]:
             return self._logprobs[index].of(piece)
         self._echoed[index] = True

@@ -1,4 +1,4 @@
-"""`/v1/files`: uploads for batches, streamed to disk, and what batches made."""
+"""`/v1/files`: uploads for batches, streamed to disk, and output files of batches."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ async def content(request: web.Request) -> web.StreamResponse:
         _ = request.http_range
     except ValueError as error:
         raise HttpError(416, "The header 'Range' must be 'bytes=FIRST-LAST'.", "bad_range") from error
-    # As an attachment without a type: a browser must not render what a client uploaded.
+    # Sent as an attachment without a type: a browser must not render what a client uploaded.
     headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
     return web.FileResponse(path, headers=headers)
 

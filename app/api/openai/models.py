@@ -1,4 +1,4 @@
-"""What the model is: `/v1/models`, `/model_info`, `/tokenizer_info`."""
+"""Facts about the model: `/v1/models`, `/model_info`, `/tokenizer_info`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def envelope(id: str, object: str, model: str) -> dict[str, object]:
 
 @lru_cache
 def _tail(close: bytes, usage: bytes) -> bytes:
-    """What comes after the text of a plain chunk; one object for all streams, so that it stays near."""
+    """The bytes after the text of a plain chunk; one object for all streams, so that it stays near."""
     return b'%b,"logprobs":null,"finish_reason":null}]%b}%b' % (close, usage, END)
 
 
@@ -111,7 +111,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     jobs: Sequence[Job]
     id: str
     object: str
-    """The answer's, or that of its chunks."""
+    """`object` of the answer, or of its chunks."""
 
 
 def includes_usage(stream: StreamOptions | None, loaded: Loaded) -> bool:
@@ -148,11 +148,11 @@ class Chunks(Frames[dict[str, Any]]):
     )
 
     opening = b""
-    """What comes before the text of a plain chunk inside the choice, a JSON string, and ..."""
+    """The bytes before the text of a plain chunk inside the choice, a JSON string, and ..."""
     closing = b""
     """... after it."""
     empty: ClassVar[Mapping[str, object]] = {}
-    """The same of a chunk without text."""
+    """The route's own fields in a choice of a chunk without text."""
 
     def __init__(self, request: GenerationRequest, runs: Sequence[Run]) -> None:
         """Raises `RequestError` where prompts are too long for what is requested of each token."""
@@ -170,7 +170,7 @@ class Chunks(Frames[dict[str, Any]]):
         choices = sum(run.choices for run in runs)
         self._begun = [False] * choices
         self._heads: list[bytes | None] = [None] * choices
-        """What is before the text, once a choice has begun, unless its chunks have more than text."""
+        """The bytes before the text, once a choice has begun, unless its chunks have more than text."""
         self._tail = _tail(self.closing, b',"usage":null' if self._includes_usage else b"")
         self._logprobs_requested = request.jobs[0].sampling.logprobs >= 0
         self._rich = self._logprobs_requested or body.return_token_ids or self._continuous
@@ -186,11 +186,11 @@ class Chunks(Frames[dict[str, Any]]):
 
     @abstractmethod
     def content(self, index: int, piece: Piece) -> dict[str, object]:
-        """All of a choice, as that part of it which differs by route."""
+        """A whole choice, as that part of it which differs by route."""
 
     @abstractmethod
     def logprobs(self, index: int, piece: Piece) -> object:
-        """Of the piece's tokens."""
+        """Log-probabilities of the piece's tokens."""
 
     def choice_fields(self, index: int) -> dict[str, object]:
         """Fields of a choice about its prompt; in a stream, of its first chunk."""
@@ -302,7 +302,7 @@ class Chunks(Frames[dict[str, Any]]):
         return choice
 
     def _meta_info(self, run: Run, own: int, piece: Piece) -> dict[str, object]:
-        """SGLang's, of one choice."""
+        """SGLang's `meta_info` of one choice."""
         meta = meta_info(self._request.id, run, own, len(piece.tokens), piece.finish)
         if run.params.logprobs >= 0 and piece.logprobs is not None:
             entries = output_entries(piece.tokens, piece.logprobs)

@@ -16,7 +16,7 @@ MEDIA = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FOLDER = Path(__file__).parent
 INDEX = (FOLDER / "page.html").read_bytes()
 FILES = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in MEDIA}
-"""What the page loads, 40 kB. Read at import: the event loop waits for no disk."""
+"""The files that the page loads, 40 kB. Read at import: the event loop waits for no disk."""
 
 HEADERS = {
     # The page loads its own files only and runs no inline script: a model's answer may contain HTML.

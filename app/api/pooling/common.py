@@ -37,7 +37,7 @@ _HIDDEN: Mapping[Pooling, Hidden] = {"first": "first", "last": "last", "mean": "
 
 
 class PoolBody(msgspec.Struct, kw_only=True):
-    """Fields of all these routes."""
+    """Fields of all pooling routes."""
 
     model: str | None = None
     truncate_prompt_tokens: Int | None = None
@@ -67,7 +67,7 @@ class Counts(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
 
     def usage(self) -> dict[str, object]:
-        """`usage` of all of these routes."""
+        """`usage` in the answers of all pooling routes."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens,
@@ -192,7 +192,7 @@ async def finished_runs(jobs: Iterator[Job], loaded: Loaded) -> AsyncIterator[Ru
 
 
 def _jobs(inputs: Sequence[Input], base: Job) -> Iterator[Job]:
-    """Made lazily."""
+    """A job for each input, made lazily."""
     for i, input in enumerate(inputs):
         yield msgspec.structs.replace(
             base,
@@ -221,7 +221,7 @@ def _vector(run: Run, hidden: Hidden) -> Floats:
 async def unit(
     vectors: Sequence[Floats], pooling: PoolingSpec, dimensions: int | None = None
 ) -> list[Floats]:
-    """Truncated to `dimensions`, then normalized to length 1 if the model does that; in slices."""
+    """Vectors truncated to `dimensions`, then normalized to length 1 if the model does that; in slices."""
     if dimensions is not None:
         vectors = [vector[..., :dimensions] for vector in vectors]
     if not pooling.normalize:
@@ -257,5 +257,5 @@ def activated(
 
 
 def base64_of(vector: Floats) -> str:
-    """Little-endian float32 in base64, which OpenAI's clients request by default."""
+    """A vector as little-endian float32 in base64, which OpenAI's clients request by default."""
     return base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode()

@@ -1,6 +1,6 @@
 """`/rerank` after Cohere and Jina, and the scores of pairs of texts after vLLM.
 
-A cross-encoder takes query and document together; of an embedding model the vectors are compared.
+A cross-encoder takes query and document together; an embedding model's vectors are compared.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ async def _joined(pair: Pair, body: PoolBody, loaded: Loaded, most: int | None) 
 async def _apart(
     pairs: Sequence[Pair], body: PoolBody, loaded: Loaded, most: int | None
 ) -> tuple[list[Input], list[tuple[int, int]]]:
-    """Each distinct text once, and the indices of each pair's two."""
+    """Each distinct text once, and for each pair the indices of its two texts."""
     inputs: list[Input] = []
     known: dict[tuple[str, int | None], int] = {}
     places = []

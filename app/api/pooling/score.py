@@ -144,7 +144,7 @@ def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
 
 
 def _check_items(query: Prompt, items: Sequence[Prompt], vocab_size: int) -> None:
-    """All texts, or all ids inside the vocabulary."""
+    """Check that all are texts, or all are ids inside the vocabulary."""
     if isinstance(query, list):
         check_ids(query, vocab_size, "query")
     for i, item in enumerate(items):
@@ -183,7 +183,7 @@ async def _encode(prompt: Prompt, param: str, loaded: Loaded) -> Ints:
 
 
 def _jobs(scoring: ScoreRequest, items: range, encoded: Sequence[Ints]) -> Iterator[Job]:
-    """One for each item and label, made lazily."""
+    """A job for each item and label, made lazily."""
     for i, ids in zip(items, encoded, strict=True):
         wanted = SamplingParams(temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=len(ids))
         for j, label in enumerate(scoring.labels):

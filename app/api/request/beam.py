@@ -10,7 +10,7 @@ from app.engine.job import BeamOptions, Job
 from core.errors import field_error, unsupported
 
 MAX_PENALTY = 16.0
-"""On either side of 0: a length of 10 million to that power is still a number."""
+"""Largest penalty on either side of 0: a length of 10 million to that power is still a number."""
 
 _STREAM = "a beam search has no output before its end"
 _FREE = "beams cannot be constrained"
@@ -40,7 +40,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "response_format": ({"type": "text"},),
 }
-"""Their values that have no effect, besides those that mean "unset" in every field."""
+"""Values of such fields that have no effect, besides those that mean "unset" in every field."""
 
 
 def beam_options(body: Generation) -> BeamOptions | None:
@@ -64,6 +64,6 @@ def check_beam(job: Job) -> None:
 
 
 def check_streamed(job: Job, stream: bool | None) -> None:
-    """The same for `stream`, on routes that have this field outside of the sampling parameters."""
+    """Raise `RequestError` for `stream`, on routes that have it outside of the sampling parameters."""
     if job.beam is not None and stream:
         raise unsupported("stream", _STREAM, "use_beam_search")

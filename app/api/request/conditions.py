@@ -66,7 +66,7 @@ def _replica(request: web.Request, body: object) -> int | None:
 
 
 def _first_token_limit(request: web.Request, usual: float) -> float:
-    """Milliseconds, by llm-d's header; 0: no limit."""
+    """The limit of the time to first token in milliseconds, by llm-d's header; 0: no limit."""
     sent = request.headers.get(TTFT)
     if sent is None:
         return usual

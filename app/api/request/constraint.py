@@ -39,7 +39,7 @@ _STRUCTURED: Mapping[str, GrammarKind] = {
 """Members of vLLM's `structured_outputs`, beside `json_object`, which is a flag."""
 
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
-"""Options of it that are not supported."""
+"""Options of `structured_outputs` that are not supported."""
 
 _FORMATS: Mapping[str, frozenset[str]] = {
     "text": frozenset(),
@@ -49,15 +49,15 @@ _FORMATS: Mapping[str, frozenset[str]] = {
 }
 """Types of `response_format` and what may stand beside each."""
 _SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
-"""Of `response_format.json_schema`."""
+"""Fields of `response_format.json_schema`."""
 
 CONSTRAINTS = frozenset({*_PLAIN, "structured_outputs", "response_format"})
-"""All the fields."""
+"""All fields of a body that constrain its output."""
 
 
 MAX_TEXT = 512 * 1024
-"""Characters of one: as many as any kind may have when it is compiled (`gpu/grammar/limits.py`). Before that
-it may be read on the loop."""
+"""Characters of one constraint: as many as any kind may have when it is compiled (`gpu/grammar/limits.py`).
+Before that it may be read on the loop."""
 
 
 class _Constraint(NamedTuple):
@@ -90,7 +90,7 @@ def constraint_of(body: ExtensionFields, sampling: ExtensionFields | None = None
 
 
 def structured_outputs(spec: GrammarSpec) -> dict[str, object]:
-    """The same constraint as the field of that name spells it."""
+    """The constraint as the field `structured_outputs` spells it."""
     for name, kind in _STRUCTURED.items():
         if kind == spec.kind:
             return {name: msgspec.json.decode(spec.text) if kind == "choice" else spec.text}

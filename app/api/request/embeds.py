@@ -32,11 +32,11 @@ SLOW = 100
 """Decoding time of a number with a three-digit exponent, relative to other numbers."""
 
 PLACEHOLDER = 0
-"""The token id that stands for an embedding; vLLM's."""
+"""The token id that stands for an embedding, as in vLLM."""
 
 
 class EmbeddedPrompts(NamedTuple):
-    """Prompts as embeddings, float32 [tokens, hidden] each, and whether it is one and not a list."""
+    """Prompts as embeddings, float32 [tokens, hidden] each, and whether the field has one and not a list."""
 
     prompts: list[Floats]
     single: bool
@@ -109,7 +109,7 @@ async def _floats(tensor: Dense, first: int, last: int, param: str) -> Floats:
 
 async def input_embeds(body: NativeBody, loaded: Loaded) -> EmbeddedPrompts | None:
     """The prompts that come as rows of numbers; None where the field is unset. Raises `RequestError` for
-    what is none, and for fields that need tokens."""
+    anything else in it, and for fields that need tokens."""
     raw, param = bytes(body.input_embeds), "input_embeds"
     if raw in (b"", b"null"):
         return None

@@ -21,7 +21,7 @@ from app.service import Loaded, ModelCard
 from core.errors import RequestError, field_error
 
 MAX_CHOSEN = 2**24
-"""Of an answer: 85 MiB of base64, which are 43,000 tokens of 48 layers with 8 experts each."""
+"""Expert ids in an answer: 85 MiB of base64, which are 43,000 tokens of 48 layers with 8 experts each."""
 
 
 def experts_start(body: ExtensionFields, card: ModelCard, prefix: str = "") -> int:
@@ -45,7 +45,7 @@ def experts_start(body: ExtensionFields, card: ModelCard, prefix: str = "") -> i
 
 def check_experts(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> None:
     """Raise `RequestError` for more than an answer should hold, `Overloaded` where all answers together hold
-    too much. Once they run: only then it is known how long prompts are."""
+    too much. Called once the jobs run: only then it is known how long prompts are."""
     start, (layers, each) = jobs[0].sampling.experts_from, loaded.card.routed
     if start < 0:
         return
@@ -60,7 +60,7 @@ def check_experts(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> N
 
 
 def experts(run: Run, choice: int, tokens: int) -> bytes | None:
-    """Of a complete choice with this many output tokens; None if not requested."""
+    """The experts of a complete choice with this many output tokens; None if not requested."""
     params = run.params
     if params.experts_from < 0:
         return None

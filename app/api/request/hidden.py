@@ -13,8 +13,8 @@ from core.types import Floats
 
 
 def check_states(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> None:
-    """Raise `RequestError` where prompts and what may follow are more than an answer should hold. Once
-    they run: only then it is known how long they are."""
+    """Raise `RequestError` where prompts and what may follow are more than an answer should hold. Called once
+    the jobs run: only then it is known how long prompts are."""
     kind = jobs[0].sampling.hidden
     if kind != "none":
         read = [len(run.prompt) if kind == "all" else 1 for run in runs]
@@ -47,7 +47,7 @@ MAX_NUMBERS = 2**22
 
 
 def joined(run: Run, choice: int) -> Floats:
-    """float32 [n, width]: all that steps gave of one choice."""
+    """All hidden states that steps gave of one choice, float32 [n, width]."""
     given = run.hidden(choice)
     if not given:
         raise EngineFailed("The device gave no hidden states.")

@@ -16,7 +16,7 @@ from core.request import SamplingParams
 from core.types import Floats
 
 FLOOR = -9999.0
-"""JSON has no infinity: what masked tokens get, as in vLLM."""
+"""Log-probability of masked tokens, as in vLLM: JSON has no infinity."""
 
 
 class Namer:
@@ -27,7 +27,7 @@ class Namer:
         self._as_ids = as_ids
 
     def text(self, token: int) -> str:
-        """Never raises for an id inside the vocabulary."""
+        """A token as text. Never raises for an id inside the vocabulary."""
         return f"token_id:{token}" if self._as_ids else self.tokenizer.token_text(token)
 
 
@@ -121,8 +121,8 @@ class Offsets:
         """Characters of the text that have been sent."""
 
     def echoed(self, tokens: Iterable[int], text: str) -> list[int]:
-        """Of the prompt's tokens in the `text` that is echoed for it: the client's own text, without the
-        special tokens that were added, or the decoded tokens, less a first blank."""
+        """Offsets of the prompt's tokens in the `text` that is echoed for it: the client's own text, without
+        the special tokens that were added, or the decoded tokens, less a first blank."""
         found = []
         for token in tokens:
             found.append(min(self._at, len(text)))
@@ -137,7 +137,7 @@ class Offsets:
         return found
 
     def made(self, piece: Piece) -> list[int]:
-        """Of the piece's tokens. The last piece ends the text: a stop that was cut off begins at its end."""
+        """Offsets of the piece's tokens. The last piece ends the text: a stop cut off begins at its end."""
         found = []
         for token in piece.tokens:
             found.append(self._at)
@@ -178,7 +178,7 @@ class CompletionLogprobs:
 
 
 def vllm_prompt_logprobs(run: Run, namer: Namer) -> list[dict[str, dict[str, object]] | None]:
-    """`prompt_logprobs` as vLLM spells it: per position a map from token id, None for the first."""
+    """`prompt_logprobs` as vLLM spells it: a map from token id for each position, None for the first."""
     listed: list[dict[str, dict[str, object]] | None] = []
     for entry in prompt_entries(run):
         if entry.value is None:

@@ -6,7 +6,7 @@ from core.errors import field_error
 
 MAX_METADATA = 16
 MAX_KEY, MAX_VALUE = 64, 512
-"""OpenAI's, all three. Each event of a response repeats them: 16,000 pairs held the loop for 9 ms."""
+"""OpenAI's limits, all three. Each event of a response repeats them: 16,000 pairs held the loop for 9 ms."""
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:

@@ -34,7 +34,7 @@ def split_prompts(value: str | Sequence[str | int | list[int]], param: str) -> t
 
 
 def split_ids(value: Sequence[int | list[int]], param: str) -> tuple[list[list[int]], bool]:
-    """The same for token ids alone."""
+    """`split_prompts` for token ids alone."""
     lists, single = split_prompts(value, param)
     return cast(list[list[int]], lists), single
 

@@ -18,10 +18,10 @@ from core.errors import RequestError
 from core.types import Ints
 
 SEEN = 512
-"""Of a prompt that comes as ids, the last that are read to see whether a thinking is open."""
+"""Number of last ids of a prompt that are read to see whether its reasoning is open."""
 
 _NAMES = ("max_thinking_tokens", "thinking_token_budget")
-"""SGLang's and vLLM's."""
+"""SGLang's and vLLM's names of the field."""
 
 
 def thinking_budget(body: ExtensionFields, loaded: Loaded, prefix: str = "") -> int | None:
@@ -59,7 +59,7 @@ def shown(prompt: str | Ints, loaded: Loaded) -> str:
 async def without_thinking(
     prompt: str | Ints, family: ReasoningFamily, loaded: Loaded, calls: bool = False
 ) -> str | Ints:
-    """The prompt with an empty thinking, which is closed. `calls`: see `ReasoningFamily.closing`."""
+    """The prompt with empty reasoning, already closed. `calls`: see `ReasoningFamily.closing`."""
     text = shown(prompt, loaded)
     skipped = family.skipped(text, calls)
     if isinstance(prompt, str):
@@ -72,8 +72,8 @@ async def without_thinking(
 
 
 def constrained(job: Job, prompt: str, wanted: Wanted, watch: Watch) -> tuple[Job, Watch]:
-    """The job with one grammar for all constraints, and the watch with the one for after a cut.
-    `prompt`: the job's, as text."""
+    """The job with one grammar for all constraints, and the watch with the grammar for after a cut.
+    `prompt` is the job's prompt as text."""
     reading = watch.reading
     family = reading.reasoning
     tools = reading.tools

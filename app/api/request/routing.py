@@ -26,20 +26,20 @@ Schema = dict[str, Any]
 Answering = Callable[[web.Request], Awaitable[object]]
 """Answers a request with a response, or with a value that is sent as JSON."""
 BodyAnswering = Callable[[web.Request, B, Loaded], Awaitable[object]]
-"""The same for a request with a JSON body: it gets the body and the model."""
+"""Answers a request with a JSON body: it gets the body and the model."""
 
 
 class Facts(TypedDict, total=False):
-    """What path, docstring and body do not say of a route. The summary is the docstring's first sentence; a
-    path with an `{id}` and a body with a `model` may be answered with 404. Names of fields are separated by
-    spaces."""
+    """Facts about a route that its path, docstring and body do not tell. The summary is the docstring's first
+    sentence; a path with an `{id}` and a body with a `model` may be answered with 404. Names of fields are
+    separated by spaces."""
 
     body: type[msgspec.Struct]
     """The JSON body."""
     needed: str
     """Fields without which the body is refused. Its Struct has defaults, so that our error names them."""
     optional: bool
-    """No body is an empty object."""
+    """A missing body counts as an empty object."""
     example: str | Schema
     """A body that works with every model, or the names of its fields; unset: those that are needed."""
     form: Schema
@@ -54,13 +54,13 @@ class Facts(TypedDict, total=False):
     media: str
     """Content type of the answer, if it is not JSON; with `has`: the one for clients that ask for it."""
     streams: bool
-    """Events instead, when `stream` asks for them."""
+    """The answer is events instead, when `stream` asks for them."""
     lines: bool
-    """Lines of JSON instead, unless `stream` is false."""
+    """The answer is lines of JSON instead, unless `stream` is false."""
     runs: bool
-    """It waits in the engine's queue, as all with a body that stream do: 429 when that is full."""
+    """The route waits in the engine's queue, as all with a body that stream do: 429 when that is full."""
     admin: bool
-    """It changes the server for everybody: 403 for a key of --api-keys-file that may not."""
+    """The route changes the server for everybody: 403 for a key of --api-keys-file that may not."""
     errors: tuple[int, ...]
     """Statuses beyond those that follow from the above or that every route may answer."""
 
@@ -151,7 +151,7 @@ ORDER: Schema = {"type": "string", "enum": ["asc", "desc"]}
 
 
 def newest_first(query: Mapping[str, str]) -> bool:
-    """By `order`, and without it. Raises `RequestError`."""
+    """Whether the query's `order` asks for the newest first, as it does unset. Raises `RequestError`."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise field_error("order", "must be 'asc' or 'desc'")
@@ -159,7 +159,7 @@ def newest_first(query: Mapping[str, str]) -> bool:
 
 
 def page(listed: Sequence[object], ids: Sequence[object], limit: int) -> dict[str, object]:
-    """OpenAI's list object: the first `limit` of those `listed`, which are one more where there are more."""
+    """OpenAI's list object: the first `limit` of `listed`, which has one more where there are more."""
     shown = ids[:limit]
     return {
         "object": "list",
@@ -171,5 +171,5 @@ def page(listed: Sequence[object], ids: Sequence[object], limit: int) -> dict[st
 
 
 def limited(most: int) -> Schema:
-    """A `limit` in the query."""
+    """The schema of a `limit` in the query."""
     return {"type": "integer", "minimum": 1, "maximum": most}

@@ -32,9 +32,9 @@ RETENTION = {"in_memory": 300.0, "in-memory": 300.0, "5m": 300.0, "1h": 3600.0, 
 """Seconds that a prompt is kept: OpenAI's values (its clients spell the first one both ways) and
 Anthropic's."""
 MAX_BAD_WORDS = 128
-"""Each may become two sequences that are looked for at every token."""
+"""Number of bad words: each may become two sequences that are looked for at every token."""
 MAX_PARAMS = 2**16
-"""Of a logit processor: decoded on the launch thread, at some 5 ns a character."""
+"""Characters of a logit processor's parameters: decoded on the launch thread, at some 5 ns each."""
 
 
 def ready(service: Service, model: str | None, lora_path: str | None = None) -> Loaded:
@@ -45,12 +45,12 @@ def ready(service: Service, model: str | None, lora_path: str | None = None) -> 
 
 
 def available(service: Service, model: str | None, lora_path: str | None = None) -> Loaded:
-    """The same for any request, whatever the model was made for."""
+    """The model, for any request, whatever the model was made for."""
     return selected(accepting(service), model, lora_path)
 
 
 def accepting(service: Service) -> Loaded:
-    """What is loaded, for a request that names no model. Raises `Unavailable` unless requests are taken."""
+    """The model, for a request that names none. Raises `Unavailable` unless requests are taken."""
     loaded = service.loaded
     if service.health.phase is not Phase.READY:
         raise Unavailable(service.health.reason or "The server is shutting down.")
@@ -58,14 +58,14 @@ def accepting(service: Service) -> Loaded:
 
 
 def current(service: Service, model: str | None, lora_path: str | None = None) -> Loaded:
-    """The same for a request that runs nothing: answered while the server drains too."""
+    """The model, for a request that runs nothing: it is answered while the server drains too."""
     return selected(service.loaded, model, lora_path)
 
 
 def selected(loaded: Loaded, model: str | None, lora_path: str | None = None) -> Loaded:
     """The model with the adapter that a request names, if any: `model` is unset, `SERVED`, one of the served
     names, an adapter, or `name:adapter`; `lora_path` is an adapter. Raises `NotFound` for another model, and
-    `RequestError` for another adapter. What the API key may not use is as what does not exist."""
+    `RequestError` for another adapter. Those that the API key may not use are treated as absent."""
     names = (*loaded.card.names, SERVED)
     adapter = None
     if model and model not in names:
@@ -155,7 +155,7 @@ def sampling_params(
 
 
 def check_count(count: int, most: int, what: str, param: str) -> None:
-    """Before any of them is looked at: a million token ids took 0.2 s of the loop."""
+    """Refuse more than `most` before any is looked at: a million token ids took 0.2 s of the loop."""
     if count > most:
         raise field_error(param, f"takes at most {most} {what}, got {count}")
 
@@ -167,11 +167,12 @@ def check_length(text: str | None, param: str) -> None:
 
 
 _REPORTED = (("entropy", "return_entropy"), ("support", "return_sampling_mask"))
-"""Reported of each token besides log-probabilities: our name and the request field of SGLang."""
+"""Values reported for each token besides log-probabilities: our name and SGLang's request field."""
 
 
 def requested_fields(body: ExtensionFields) -> dict[str, bool]:
-    """Those that `body` requests. Raises `RequestError` where the answer has no place for them (SGLang)."""
+    """The `_REPORTED` values that `body` requests. Raises `RequestError` where the answer has no place for
+    them (SGLang)."""
     found: dict[str, bool] = {}
     for name, param in _REPORTED:
         if getattr(body, param):
@@ -318,7 +319,7 @@ def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
 
 
 def priority(value: int | None) -> int:
-    """Larger runs sooner; as large as the API key allows."""
+    """The priority of a request, at most what the API key allows; a larger one runs sooner."""
     highest = permit().terms.priority
     if value is None:
         return highest or 0

@@ -1,4 +1,4 @@
-"""What bodies may contain. Unknown fields are ignored, null means unset.
+"""Fields of request bodies. Unknown ones are ignored, null means unset.
 
 Fields of other servers that ask for something this build cannot do are declared too, as `object`,
 so that they are refused by name (`refuse_unsupported`) and never silently dropped.
@@ -125,7 +125,7 @@ class Sampling(ExtensionFields, kw_only=True):
 
 
 class Generation(Sampling, kw_only=True):
-    """What `/v1/chat/completions` and `/v1/completions` share."""
+    """Fields that `/v1/chat/completions` and `/v1/completions` share."""
 
     model: str | None = None
     lora_path: str | None = None

@@ -1,4 +1,4 @@
-"""`suffix` of `/v1/completions`: what follows the text to come."""
+"""`suffix` of `/v1/completions`: text that follows the generated text."""
 
 from __future__ import annotations
 

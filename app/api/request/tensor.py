@@ -24,7 +24,7 @@ WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """The types that are taken, and bytes of a number."""
 
 MAX_FILES = 16
-"""In a zip. torch.save writes seven."""
+"""Files in a zip. torch.save writes seven."""
 
 
 class TensorError(ValueError):

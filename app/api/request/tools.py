@@ -16,7 +16,7 @@ from app.warning import warn
 from core.errors import field_error, unsupported
 
 MAX_TOOLS = 128
-"""OpenAI's."""
+"""OpenAI's limit."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

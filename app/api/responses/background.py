@@ -29,7 +29,7 @@ MAX_LIVE = 1024
 """Background responses at once: each holds its own output, and a stream's events, in memory."""
 
 MAX_UNSTORED = 256
-"""Ended ones that are kept here because the store did not take their end."""
+"""Ended responses that are kept here because the store did not take their end."""
 
 BURST = 256
 """Events in one write to a client that catches up."""
@@ -52,9 +52,9 @@ class Live:
         self.followers: set[EventStream] = set()
         self.done = asyncio.Event()
         self.error: LoomError | None = None
-        """What it failed with."""
+        """The error that it failed with."""
         self.stored = False
-        """The store has it, as it was when it began."""
+        """Whether the store has the response, as it was when it began."""
         self._early: list[Piece] = []
         """Pieces that came before the run was known."""
         self._events: ResponseEvents | None = None
@@ -67,7 +67,7 @@ class Live:
         return self._events.doc
 
     def begin(self, run: Run) -> None:
-        """It runs."""
+        """Called when the response's job runs."""
         self.run = run
         self._events = ResponseEvents(self.turn, run)
         self._log(self._events.begin())
@@ -140,7 +140,7 @@ class Responses:
         self.store = store
         self._live: dict[str, Live] = {}
         self._unstored: dict[str, Live] = {}
-        """Ended, the oldest first. In the store they are in progress for ever."""
+        """Ended responses, the oldest first. In the store they are in progress for ever."""
 
     async def start(self, turn: Turn) -> Live:
         """Run a turn in the background. Raises what the engine refuses it with, and `Unavailable`
@@ -179,19 +179,19 @@ class Responses:
         ended.add_done_callback(partial(self._settle, live))
 
     def _settle(self, live: Live, ended: asyncio.Future[bool]) -> None:
-        """Keep one whose end was not stored: whoever asks for it would wait for ever."""
+        """Keep a response whose end was not stored: whoever asks for it would wait for ever."""
         if live.stored and (ended.cancelled() or ended.exception() is not None or not ended.result()):
             self._unstored[live.turn.id] = live
             if len(self._unstored) > MAX_UNSTORED:
                 del self._unstored[next(iter(self._unstored))]
 
     def live(self, owner: str, id: str) -> Live | None:
-        """One that is being made, or whose end could not be stored."""
+        """A response that is being made, or whose end could not be stored."""
         live = self._live.get(id) or self._unstored.get(id)
         return live if live is not None and live.turn.owner == owner else None
 
     async def cancel(self, owner: str, id: str) -> Doc:
-        """End one that is being made; one that is done stays as it is. Raises `RequestError`."""
+        """End a response that is being made; one that is done stays as it is. Raises `RequestError`."""
         live = self.live(owner, id)
         if live is not None:
             assert live.run is not None
@@ -205,7 +205,7 @@ class Responses:
         return doc
 
     async def delete(self, owner: str, id: str) -> None:
-        """Forget one; one that is being made is ended first. Raises `NotFound`."""
+        """Forget a response; one that is being made is ended first. Raises `NotFound`."""
         if self.live(owner, id) is not None:
             await self.cancel(owner, id)
         await self.store.delete(owner, id)

@@ -22,7 +22,7 @@ DAYS = 30
 MAX_ROWS = 100_000
 """Guessed: rows are found by their key, so only a trim depends on their number."""
 ROW_BYTES = 512
-"""What a row costs besides its documents (guessed)."""
+"""Bytes that a row takes besides its documents (guessed)."""
 MAX_HISTORY = 16 * 2**20
 """Bytes of one conversation: twice what a body has by default, and more than any context."""
 TOUCH = 60
@@ -143,7 +143,7 @@ class Disk(Database):
                     break
 
     def get(self, owner: str, id: str, param: str) -> Record:
-        """Raises `NotFound` naming `param`, also for another owner's."""
+        """The record of a response. Raises `NotFound` naming `param`, also for another owner's."""
         row = self._db.execute(
             f"SELECT used, {', '.join(Record.__struct_fields__)} FROM responses WHERE id = ? AND owner = ?",
             (id, owner),
@@ -189,13 +189,13 @@ class Disk(Database):
         raise NotFound(f"Item with id '{id[:100]}' not found.", param)
 
     def delete(self, owner: str, id: str) -> None:
-        """Raises `NotFound`."""
+        """Remove a response. Raises `NotFound`."""
         self.get(owner, id, "response_id")
         self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
 
 
 def _items(record: Record) -> list[Item]:
-    """Input, then output."""
+    """All items of a response: input, then output."""
     return [*decode_items(record.input), *_decode(record.doc)["output"]]
 
 

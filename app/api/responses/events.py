@@ -24,7 +24,7 @@ class _Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     event: str
-    """Of its text: `.delta` and `.done` follow."""
+    """Name of the events of its text, before `.delta` and `.done`."""
     text: str = "text"
     """The text's field in the event that is done."""
     part: str = ""
@@ -231,7 +231,7 @@ def ending(doc: Doc, number: int) -> bytes:
 
 
 def error_event(fault: Fault, request_id: str) -> bytes:
-    """What ends a stream that broke outside of every response."""
+    """The event that ends a stream that broke outside of every response."""
     code = fault.code or fault.type
     return _frame("error", code=code, message=fault.message, param=fault.param, sequence_number=0)
 

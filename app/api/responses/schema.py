@@ -1,4 +1,4 @@
-"""What `/v1/responses` takes, and its fields as chat knows them."""
+"""The body of `/v1/responses`, and its translation to chat's fields."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _check_place(body: ResponsesBody) -> None:
 
 
 def chat_body(body: ResponsesBody, messages: list[Item], id: str) -> ChatBody:
-    """The same request as chat takes it; `id` is what it can be aborted by."""
+    """The request as a body of chat; it can be aborted by `id`."""
     fields = {name: getattr(body, name) for name in _SHARED}
     return ChatBody(
         **fields,
@@ -132,12 +132,12 @@ def chat_body(body: ResponsesBody, messages: list[Item], id: str) -> ChatBody:
 
 
 def logprobs_wanted(body: ResponsesBody) -> bool:
-    """Requested by either of the two fields."""
+    """Whether log-probabilities are requested, by either of the two fields."""
     return LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
 
 
 def functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The function tools as chat has them. Those of other types run on OpenAI's servers or belong to
+    """The function tools as chat takes them. Tools of other types run on OpenAI's servers or belong to
     clients that offer them to every server (Codex): they are left out of the prompt."""
     kept = [tool for tool in tools or () if tool.get("type", "function") == "function"]
     return [{"type": "function", "function": _function(tool)} for tool in kept] or None

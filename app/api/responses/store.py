@@ -27,7 +27,7 @@ class Store(DatabaseThread[Disk]):
 
     @property
     def keeps(self) -> bool:
-        """Responses are stored at all."""
+        """Whether responses are stored at all."""
         return self._limit > 0
 
     def put(self, record: Record) -> asyncio.Future[bool]:
@@ -52,7 +52,8 @@ class Store(DatabaseThread[Disk]):
         return await self.run(lambda disk: disk.put(record))
 
     async def get(self, owner: str, id: str) -> Record:
-        """Raises `NotFound`, also for another owner's, and `Unavailable` when the disk fails."""
+        """The record of a response. Raises `NotFound`, also for another owner's, and `Unavailable` when the
+        disk fails."""
         if not self.keeps:
             raise NotFound(f"Response with id '{id[:100]}' not found.", "response_id")
         return await self.run(lambda disk: disk.get(owner, id, "response_id"))
@@ -71,7 +72,7 @@ class Store(DatabaseThread[Disk]):
         return await self.run(lambda disk: disk.item(owner, response, id, param))
 
     async def delete(self, owner: str, id: str) -> None:
-        """Raises `NotFound`."""
+        """Remove a response. Raises `NotFound`."""
         if not self.keeps:
             raise NotFound(f"Response with id '{id[:100]}' not found.", "response_id")
         await self.run(lambda disk: disk.delete(owner, id))

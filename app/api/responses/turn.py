@@ -33,14 +33,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, how to report it, and what to store."""
+    """The job of one request, how to report it, and what to store."""
 
     id: str
     owner: str
     items: list[Item]
     """The request's own input."""
     stored_input: bytes
-    """The same as it is stored; empty where the response is not."""
+    """`items` as they are stored; empty where the response is not stored."""
     kept: bool
     job: Job
     engine: Generator
@@ -105,7 +105,7 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
 
 
 async def _job(chat: ChatBody, loaded: Loaded, shorten: bool) -> tuple[Job, Watch]:
-    """As chat makes it; with `shorten` the oldest messages go until it fits the context."""
+    """The job that chat makes; with `shorten` the oldest messages are removed until it fits the context."""
     while True:
         job, watch = await chat_job(chat, loaded)
         if not shorten or not isinstance(job.prompt, str):

@@ -1,4 +1,4 @@
-"""What `/generate` answers: whole, and as cumulative events."""
+"""Answers of `/generate`: whole, and as cumulative events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from core.types import Finish, FinishReason
 _encode = msgspec.json.Encoder().encode
 
 _END = b"}}\n\n"
-"""Of an event; `meta_info` is its last field."""
+"""End of an event; `meta_info` is its last field."""
 
 SMALL = 64 * 1024
 """Bytes up to which every piece gets its event."""
@@ -134,7 +134,7 @@ class NativeFrames(Frames[Any]):
         return self._lists("output", list(output_entries(piece.tokens, piece.logprobs or ()))) | more
 
     def input_logprobs(self, index: int) -> dict[str, list[object]]:
-        """Of the prompt's tokens from `logprob_start_len` on, if requested."""
+        """Lists about the prompt's tokens from `logprob_start_len` on, if requested."""
         job, run = self._jobs[index // self._n], self._runs[index // self._n]
         if job.sampling.prompt_logprobs < 0:
             return {}

@@ -47,7 +47,7 @@ from core.types import Floats, RootKey
 ROUTES = Routes()
 
 DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's."""
+"""SGLang's default."""
 
 _IN = "sampling_params."
 
@@ -93,7 +93,7 @@ async def generate(request: web.Request, body: NativeBody, loaded: Loaded) -> we
 
 
 def _budget(body: NativeBody, loaded: Loaded) -> int | None:
-    """By the name in either place."""
+    """The limit of thinking tokens, by the field's name in either place."""
     if (budget := thinking_budget(body, loaded)) is not None or body.sampling_params is None:
         return budget
     return thinking_budget(body.sampling_params, loaded, _IN)
@@ -146,7 +146,7 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: EmbeddedPrompts | None 
 
 
 def _roots(body: NativeBody, loaded: Loaded, prompts: int) -> list[RootKey]:
-    """Of each prompt: `lora_path` is an adapter for all, or a list with one or none for each."""
+    """The root key of each prompt: `lora_path` is an adapter for all, or a list with one or none for each."""
     if not isinstance(body.lora_path, list):
         return [root_key(loaded, body.cache_salt, body.extra_key)] * prompts
     if len(body.lora_path) != prompts:
@@ -156,7 +156,7 @@ def _roots(body: NativeBody, loaded: Loaded, prompts: int) -> list[RootKey]:
 
 
 def _experts(body: NativeBody, sampling: NativeSampling, loaded: Loaded) -> dict[str, int]:
-    """By the names in either place."""
+    """First position whose experts are returned, by the field's name in either place."""
     start = experts_start(body, loaded.card)
     return {"experts_from": experts_start(sampling, loaded.card, _IN) if start < 0 else start}
 
@@ -179,7 +179,7 @@ def _max_new_tokens(sampling: NativeSampling) -> int:
 
 
 class _Prompts(NamedTuple):
-    """The field that has the prompts, the prompts, and whether it is one and not a list."""
+    """The field that has the prompts, the prompts, and whether it has one and not a list."""
 
     param: str
     prompts: Sequence[Prompt | Floats]

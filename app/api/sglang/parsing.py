@@ -1,4 +1,4 @@
-"""Texts that were generated elsewhere, read with this server's parsers: SGLang's two routes."""
+"""SGLang's two routes that read texts generated elsewhere with this server's parsers."""
 
 from __future__ import annotations
 

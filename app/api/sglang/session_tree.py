@@ -13,10 +13,10 @@ from core.errors import NotFound, Overloaded, RequestError, field_error
 from core.types import Ints
 
 MAX_SESSIONS = 128
-"""Of all tenants together; each has an equal share."""
+"""Sessions of all tenants together; each tenant has an equal share."""
 MAX_TOKENS = 2**19
-"""Of a session's turns, each with all that came before it: with all sessions 256 MiB at the most. The
-oldest turns go first."""
+"""Tokens of a session's turns, each counted with all that came before it: with all sessions 256 MiB at the
+most. The oldest turns go first."""
 TURN = 256
 """Tokens that a turn counts for besides its own: what it takes of memory, and all of them are walked."""
 IDLE = 600.0
@@ -35,7 +35,7 @@ class Turn(msgspec.Struct):
 
     @property
     def size(self) -> int:
-        """Tokens that it counts for."""
+        """Tokens that the turn counts for."""
         return TURN + len(self.prompt) + (0 if self.output is None else len(self.output))
 
 
@@ -50,7 +50,7 @@ class _Session(msgspec.Struct):
 
 
 class Sessions:
-    """Those of one tenant, bounded by number, by tokens and by idle time. Owner: event loop."""
+    """The sessions of one tenant, bounded by number, tokens and idle time. Owner: event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -127,7 +127,7 @@ class Sessions:
             del session.turns[rid]
 
     def _before(self, session: _Session, params: SessionParams, replaces: set[str]) -> Ints | None:
-        """What comes before the new tokens; None when nothing does."""
+        """The tokens before the new ones; None when there are none."""
         if params.rid is not None and params.rid not in session.turns:
             raise NotFound("This session has no turn with this rid.", "session_params.rid", "turn_not_found")
         checked = replaces if params.rid is None else {*replaces, params.rid}

@@ -27,7 +27,7 @@ ROUTES = Routes()
 
 
 class TenantSessions:
-    """Those of each tenant, with an equal share for each key there is. Owner: event loop."""
+    """The sessions of each tenant, with an equal share for each key there is. Owner: event loop."""
 
     def __init__(self, keys: Keys, clock: Clock) -> None:
         self._keys = keys
@@ -35,7 +35,7 @@ class TenantSessions:
         self._by_tenant: dict[str, Sessions] = {}
 
     def mine(self) -> Sessions:
-        """Those of the current request's tenant. Those of keys that are gone go too."""
+        """The sessions of the current request's tenant. Sessions of keys that are gone are removed."""
         tenants = self._keys.tenants
         for gone in self._by_tenant.keys() - {*tenants, tenant()}:
             del self._by_tenant[gone]

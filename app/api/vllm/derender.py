@@ -1,5 +1,5 @@
-"""vLLM's `derender` routes: what was generated elsewhere, or by `/inference/v1/generate`, as the answer
-of chat or completions."""
+"""vLLM's `derender` routes: they turn tokens generated elsewhere, or by `/inference/v1/generate`, into the
+answer of chat or completions."""
 
 from __future__ import annotations
 

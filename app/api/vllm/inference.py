@@ -1,5 +1,5 @@
-"""`/inference/v1/generate`, after vLLM: tokens in, tokens out. What `render` answers is what it takes, and
-what it answers is what `derender` takes."""
+"""`/inference/v1/generate`, after vLLM: tokens in, tokens out. It takes the answers of `render`, and
+`derender` takes its answers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def inference(request: web.Request, body: InferenceBody, loaded: Loaded) -
 
 
 def _completion(body: InferenceBody) -> CompletionBody:
-    """The same as `/v1/completions` takes it."""
+    """The request as a body of `/v1/completions`."""
     for name in ("return_entropy", "return_sampling_mask", "return_routed_experts"):
         if body.sampling_params is not None and getattr(body.sampling_params, name):
             raise RequestError(
@@ -184,7 +184,7 @@ class TokenFrames(Frames[dict[str, object]]):
 
 
 def _logprobs(piece: Piece) -> dict[str, object]:
-    """By token ids alone."""
+    """Log-probabilities of the piece's tokens, which are named by their ids alone."""
     content = [
         {
             "token_id": entry.token,

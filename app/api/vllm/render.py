@@ -1,4 +1,4 @@
-"""What a request would run, without running it: vLLM's `render` routes."""
+"""vLLM's `render` routes: they return what a request would run, without running it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from app.service import Loaded
 ROUTES = Routes()
 
 _APART = frozenset({"model", "stream", "stream_options", "priority", "cache_salt"})
-"""These have places of their own in the answer."""
+"""Fields that have places of their own in the answer."""
 _SAMPLING = tuple(
     name
     for name in Generation.__struct_fields__
@@ -48,8 +48,8 @@ async def render_completions(request: web.Request, body: CompletionBody, loaded:
 
 
 async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) -> dict[str, object]:
-    """What vLLM answers, which `/inference/v1/generate` takes, and the text and the context length beside it.
-    `features` is of images, and `kv_transfer_params` of prompts that are computed elsewhere: None."""
+    """vLLM's answer, which `/inference/v1/generate` takes, with the text and the context length added.
+    `features` is for images, `kv_transfer_params` for prompts that are computed elsewhere: both are None."""
     ids, text, offsets = job.prompt, None, None
     if isinstance(ids, str):
         text = ids
