@@ -23,7 +23,7 @@ START_SECONDS = 60.0
 MAX_WAITING = 16
 """Jobs that may run or wait in one queue, each for seconds."""
 MAX_SIZED = 8_192
-"""Jobs in one queue of `HelpersBySize`: as many bodies as there may be connections, each of milliseconds."""
+"""Jobs in one queue of `HelpersBySize`, each of milliseconds."""
 LONG = 2**20
 """Bytes of a payload that goes to the process for long ones."""
 

@@ -202,8 +202,10 @@ def is_light(tag: Json) -> bool:
 
 
 MAX_LIGHT = 400
+"""Values in a tag, nested ones counted."""
 MAX_OPTIONAL = 16
-"""Of these the order is free to skip: the automaton grows with the square."""
+"""Keys of one object, which may be optional properties: any of them may be skipped, so that the automaton
+grows with the square of their number."""
 _HEAVY = frozenset().union(
     ("regex", "grammar", "repeat", "pattern", "minItems", "maxItems", "minimum", "maximum", "$ref"),
     ("exclusiveMinimum", "exclusiveMaximum", "max_chars", "max_tokens"),
