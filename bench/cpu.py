@@ -118,7 +118,7 @@ def _dtypes() -> dict[str, dict[str, object]]:
 
 @contextmanager
 def _busy(count: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Run `count` processes that compute all the time."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What one API key's long prompts cost another key: `python -m bench.fairness --model DIR [flags]`.
+"""Delay that one API key's long prompts cause to another key: `python -m bench.fairness --model DIR [flags]`.
 
 One client sends prompts of --input-len tokens and gets answers of --output-len, one at a time with --gap
 seconds between them. Its median time to the first token is measured alone, then beside a client with another
@@ -46,10 +46,10 @@ class Caller:
         self._source = Source(work, model)
         self._sent = 0
         self.first_tokens: list[float] = []
-        """Seconds."""
+        """Seconds to the first token of each request."""
 
     async def send(self) -> None:
-        """One request. Raises `RuntimeError` if it fails."""
+        """Send one request. Raises `RuntimeError` if it fails."""
         self._sent += 1
         record: Record
         record, _ = await self._client.send(self._source.request(self._sent))
@@ -58,7 +58,7 @@ class Caller:
         self.first_tokens.append(record.ttft)
 
     async def keep(self, at_once: int) -> None:
-        """Keep so many running until it is cancelled."""
+        """Keep `at_once` requests running until cancelled."""
 
         async def again() -> None:
             while True:
@@ -69,7 +69,7 @@ class Caller:
                 group.create_task(again())
 
     async def median_first_token(self, requests: int, gap: float) -> float:
-        """Of so many requests, one after the other with a pause behind each."""
+        """Median of the first tokens of `requests` requests, one after the other with a pause behind each."""
         self.first_tokens.clear()
         for _ in range(requests):
             await self.send()

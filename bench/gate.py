@@ -71,7 +71,7 @@ class Watch:
 
     def __init__(self, url: str) -> None:
         self.readings: list[list[Reading]] = []
-        """Of each replica."""
+        """Readings of each replica."""
         self._url = url + "/server_info"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -153,7 +153,8 @@ class EngineOnly:
         self._scheduler.add([request for _, request in zip(range(count), self._left, strict=False)])
 
     def tick(self) -> None:
-        """One iteration of the step loop. An exception fails the run: the event loop would only log it."""
+        """Run one iteration of the step loop. An exception fails the run: the event loop would only log
+        it."""
         try:
             self._step()
         except Exception as error:
@@ -176,7 +177,7 @@ class EngineOnly:
 
 
 def requests_of(work: Workload) -> Iterator[Request]:
-    """Those that `through_http` sends."""
+    """The requests that `through_http` sends."""
     source = Source(work, "model")
     for index in range(work.requests):
         ids = np.array(msgspec.json.decode(source.request(index).body)["prompt"], np.int32)

@@ -37,7 +37,7 @@ from bench.results import write
 
 PORTS = {"loom": 8771, "llama.cpp": 8772}
 TOKENS = 8192
-"""Of the KV cache."""
+"""Tokens of the KV cache."""
 STREAMS = (1, 4, 8)
 PROMPT, OUTPUT, LONG = 64, 32, 256
 FILL = 1024
@@ -51,7 +51,7 @@ DRIFTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "bfloat16": {"quantization": "none", "dtype": "bfloat16"},
     }
 )
-"""What is compared with float32, by settings."""
+"""Flags of the settings that are compared with float32."""
 
 _PEER = """
 import sys, time, xllamacpp
@@ -67,7 +67,7 @@ while True:
 
 
 class Server(NamedTuple):
-    """One that runs, and when it was ready."""
+    """A running server, and the seconds until it was ready."""
 
     pid: int
     port: int
@@ -79,12 +79,12 @@ class Server(NamedTuple):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def peak_mib(self) -> int:
-        """The most memory that it had."""
+        """Peak of the server's memory."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
 
     def answer(self, prompt: Sequence[int], tokens: int) -> None:
-        """So many tokens behind a prompt."""
+        """Let the server generate `tokens` tokens behind a prompt."""
         fields = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
@@ -144,7 +144,7 @@ def drift(model: Path, **how: Any) -> dict[str, float]:
 
 
 def measure(model: Path, python: str, threads: int, rounds: int, most: int) -> dict[str, object]:
-    """Of both servers."""
+    """Figures of both servers."""
     loom = [sys.executable, "-m", "app", "--model", str(model), "--log-level", "error"]
     loom += ["--port", str(PORTS["loom"]), "--kv-tokens", str(TOKENS), "--threads", str(threads)]
     peer = [python, "-c", _PEER, str(model), str(PORTS["llama.cpp"]), str(threads), str(TOKENS)]

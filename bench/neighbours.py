@@ -191,7 +191,7 @@ class Neighbours:
         return figures(streams, others)
 
     async def beside(self, callers: int) -> tuple[Figures, list[float]]:
-        """Run all plain streams beside so many callers of long prompts. Returns the seconds to the callers'
+        """Run all plain streams beside `callers` callers of long prompts. Returns the seconds to the callers'
         first tokens too, of the requests sent while all streams ran."""
         streams, others = await self._beside(*[self._call] * callers)
         began, ended = max(each.times[0] for each in streams), min(each.times[-1] for each in streams)
@@ -216,7 +216,7 @@ class Neighbours:
         return [each.times[0] - each.sent for each in short if each.sent >= began]
 
     async def callers_alone(self, callers: int) -> list[float]:
-        """Seconds to the first tokens of so many callers, who send `ALONE` requests each."""
+        """Seconds to the first tokens of `callers` callers, who send `ALONE` requests each."""
 
         async def several() -> list[Record]:
             return [await self._call() for _ in range(ALONE)]

@@ -115,7 +115,7 @@ class Device:
         self._decode, self._mixed = decode_sizes(ROWS), mixed_sizes(WHOLE)
 
     def costs(self) -> ChunkCosts:
-        """What a server measures at its start."""
+        """The costs that a server measures at its start."""
         times = self._times
         layer = [interpolated(times.products, n) + max(times.least, times.token * n) for n in self._mixed]
         head = interpolated(times.head, 1)
@@ -157,7 +157,7 @@ class ClosedLoop:
         self._lengths = np.zeros(ROWS + 1, np.int64)
         self._rng = np.random.default_rng(0)
         self._conversations: dict[str, tuple[int, Ints]] = {}
-        """Of each running request: its turn, from 1, and its prompt."""
+        """Turn, from 1, and prompt of each running request."""
         self._arrivals: dict[str, float] = {}
         self._last_token: dict[str, float] = {}
         self.ttfts: list[float] = []

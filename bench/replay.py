@@ -30,7 +30,7 @@ TAIL = 64 * 1024
 _ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 """Routes whose streams the load generator reads."""
 _FIRST = {"/v1/messages": b"_delta", "/v1/responses": b".delta", "/v2/chat": b"-delta"}
-"""In the first event with text of another route's stream; otherwise any event is."""
+"""Bytes in the first event with text, by route; on other routes any event counts."""
 _LINES = ("/api/chat", "/api/generate")
 """Routes that stream unless a request says no."""
 _OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)": ?([0-9]{1,12})')
@@ -38,7 +38,7 @@ _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens|prompt_eval_count)": ?([0
 _ERROR = re.compile(rb'"type": ?"(?:error|response\.failed)"|^(?:data: )?\{"error"', re.MULTILINE)
 _PATH = re.compile(r"/[!-~]*")
 _VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
-"""Of a header: what HTTP takes, as the server took it."""
+"""Characters of a header's value that HTTP allows, as the server took it."""
 _SKIPPED = ("Content-Type", "User-Agent", "Traceparent")
 """Headers that are the replay's own, or would extend a trace that has ended."""
 
@@ -51,7 +51,7 @@ class Recorded(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """It had its outcome before the server failed."""
+        """Whether the request had its outcome before the server failed."""
         return self.end is not None and not self.end.failed
 
 
@@ -175,9 +175,9 @@ def streams(request: Accepted) -> bool:
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """What was recorded beside what was replayed. A gap is the mean time of a token after the first, in
-    streams. Tokens and times are of requests that were replayed without error and had an outcome, if any had;
-    prompt tokens of those whose replay was told them."""
+    """A table of what was recorded beside what was replayed. A gap is the mean time of a token after the
+    first, in streams. Tokens and times are of requests that were replayed without error and had an outcome,
+    if any had; prompt tokens of those whose replay was told them."""
     ended = [(pair.recorded.end, pair.replayed) for pair in pairs]
     some = any(pair.recorded.finished for pair in pairs)
     good = [

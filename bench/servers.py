@@ -21,11 +21,11 @@ class Clock:
         return self._end - time.monotonic()
 
     def share(self, part: float) -> Clock:
-        """One that ends when `part` of the time left has passed."""
+        """A deadline that is over when `part` of the time left has passed."""
         return Clock(self.left() * part, self._each)
 
     def case(self) -> Callable[[], float]:
-        """Says how many seconds a case that begins now has left."""
+        """A function that returns the seconds left to a case that begins now."""
         end = min(self._end, time.monotonic() + self._each)
         return lambda: end - time.monotonic()
 

@@ -136,7 +136,7 @@ class Driver:
         return Request(f"r{self._made}", prompt, SamplingParams(temperature=0.0, max_tokens=most))
 
     def tick(self) -> None:
-        """One iteration: apply results, submit plans, then simulate the load of delivery."""
+        """Run one iteration: apply results, submit plans, then simulate the load of delivery."""
         now = time.perf_counter()
         for result in self._executor.results():
             if isinstance(result, StepFailure | CommandDone):
@@ -300,7 +300,7 @@ async def report(cases: AsyncIterator[dict[str, Any]], name: str, about: dict[st
 
 
 def no_work(launches: Launches[Any], key: object) -> Work:
-    """In place of the launches of `--host-only`."""
+    """Work that does nothing, in place of the launches, for `--host-only`."""
     return lambda: None
 
 

@@ -229,7 +229,7 @@ async def _one(case: Case, compiler: Compiler, tokenizer: Tokenizer, tally: Tall
 
 
 class Stopped(NamedTuple):
-    """Where an instance was rejected, and why if the matcher broke."""
+    """Position at which an instance was rejected, and the reason if the matcher broke."""
 
     at: int
     reason: str = ""
@@ -343,7 +343,7 @@ async def generate(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _live(rows: int) -> Live:
-    """The default model for so many requests at once, started on the running loop."""
+    """The default model for `rows` requests at once, started on the running loop."""
     model, schedule = ModelConfig(offline=True, context_length=2048), ScheduleConfig(max_running=rows)
     live = load(Config(model=model, schedule=schedule), lambda stage, share: None)
     live.replicas.start(asyncio.get_running_loop())

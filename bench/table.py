@@ -30,7 +30,7 @@ from bench.load.main import main as load
 from bench.results import RESULTS, conditions
 
 SERVER = ("--device", "cuda", "--load-format", "dummy", "--context-length", "16384", "--max-running", "512")
-"""As the peers were started: random weights, context length 16,384, at most 512 running requests."""
+"""Flags as the peers were started: random weights, context length 16,384, at most 512 running requests."""
 
 
 def free_port() -> int:
@@ -45,7 +45,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _end_with_parent() -> None:
-    """Of this process, which holds a GPU: killed by `timeout`, a bench runs no `finally`."""
+    """End this process, which holds a GPU, with its parent: killed by `timeout`, a bench runs no
+    `finally`."""
     if sys.platform == "linux":
         _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
 

@@ -31,17 +31,17 @@ from core.config import ModelConfig
 
 
 class Result(NamedTuple):
-    """Of one adapter, on what was held out."""
+    """Result of one adapter, on the held-out questions."""
 
     rows: tuple[int, int]
-    """To train with, and held out."""
+    """Numbers of rows to train with, and held out."""
     loss: tuple[float, float]
-    """Of the base model, and with the adapter."""
+    """Loss of the base model, and with the adapter."""
     epochs: float
     bytes: int
     question: str
     answers: tuple[str, str]
-    """Of the base model, and with the adapter."""
+    """Answers of the base model, and with the adapter."""
 
 
 def card(name: str, recipe: Recipe, result: Result, base: str) -> str:
@@ -69,7 +69,7 @@ A question that was held out, greedily answered:
 
 
 def main() -> None:
-    """Train one after the other; print a table."""
+    """Train the adapters one after the other; print a table."""
     args = arguments()
     device = torch.device(args.device)
     torch.manual_seed(args.seed)

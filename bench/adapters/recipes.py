@@ -1,4 +1,4 @@
-"""What adapters learn: questions with reference answers, and the modules that change."""
+"""Recipes of adapters: questions with reference answers to learn, and the modules that change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.heads.data import Answered, question_of, records
 
 
 class Recipe(NamedTuple):
-    """What an adapter learns, and which modules it changes.
+    """A recipe: what an adapter learns, and which modules it changes.
 
     config  what adapter_config.json says beyond the defaults
     rate    the highest learning rate

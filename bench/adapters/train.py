@@ -66,7 +66,7 @@ class Adapter(nn.Module):
         self.factors = nn.ModuleList(made.values())
 
     def delta(self, number: int, product: str, x: Tensor) -> Tensor | None:
-        """What the adapter adds to a product of a layer, as `bench.heads.target.Delta`."""
+        """The adapter's addition to a product of a layer, as `bench.heads.target.Delta`."""
         _, block, parts = self._products[product]
         loras = [self._loras.get(f"{number}.{block}.{name}") for name in parts]
         if not any(loras):

@@ -30,7 +30,7 @@ thousand tokens a second."""
 
 
 async def measure(seconds: float) -> dict[str, Any]:
-    """One run with simulated steps of `seconds`."""
+    """Figures of one run with simulated steps of `seconds`."""
     tokenizer = load_tokenizer()
     executor = PacedExecutor(capabilities(CLIENTS, tokenizer.vocab_size), seconds)
     stack = Stack(executor, tokenizer)

@@ -72,7 +72,7 @@ class PacedExecutor:
 
     @property
     def capabilities(self) -> Capabilities:
-        """As passed to the constructor."""
+        """Capabilities as passed to the constructor."""
         return self._capabilities
 
     def start(self, wake: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ CONCURRENCY = 4
 GROWTH = 50 * 2**20
 """Bytes by which memory may grow in a row."""
 GAP = 1.1, 0.020
-"""The neighbour's p99 gap may grow by this factor, or by so many seconds, whichever is more."""
+"""The neighbour's p99 gap may grow by this factor, or by this many seconds, whichever is more."""
 ALONE = 3.0
 """Seconds of the neighbour's baseline without the attack, at full scale."""
 
@@ -46,7 +46,7 @@ class Bench:
         self.server = server
         self.scale = scale
         self.soak = soak
-        """Minutes."""
+        """Duration of the soak in minutes."""
         self.inject_fault = inject_fault
         self.rng = random.Random(17)
         self._row: Row | None = None
@@ -81,7 +81,7 @@ class Bench:
         return outcome
 
     async def _once(self, row: Row) -> tuple[Outcome, int]:
-        """The outcome, and by how many bytes memory grew."""
+        """The outcome of a row, and the bytes by which memory grew."""
         self.rng = random.Random(17)
         before = await self._baseline()
         await self.inject()

@@ -25,7 +25,7 @@ class Answer:
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
-    """By name in lower case."""
+    """Headers by name in lower case."""
     body: bytes = b""
 
     @property

@@ -23,7 +23,7 @@ STOP_TIMEOUT = 10.0
 STALLED_POLLS = 20
 """Polls in a row without progress after which the server counts as stuck."""
 POLL_INTERVAL = 0.1
-"""Seconds."""
+"""Seconds between two polls."""
 
 
 class Server:
@@ -32,14 +32,14 @@ class Server:
     def __init__(self, model: str) -> None:
         self.port = 0
         self.setting: Setting | None = None
-        """Of the running server."""
+        """Setting of the running server."""
         self.starts = 0
         self._model = model
         self._temporary = tempfile.TemporaryDirectory(prefix="loom-chaos-")
         self._directory = Path(self._temporary.name)
         self._process: asyncio.subprocess.Process | None = None
         self._pid = 0
-        """Of the server."""
+        """Process id of the server."""
         self._reader: asyncio.Task[None] | None = None
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -110,7 +110,7 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """A server was started and has not ended."""
+        """Whether a server was started and has not ended."""
         return self._ended is not None and not self._ended.done()
 
     def signal(self, number: signal.Signals) -> None:
@@ -150,7 +150,7 @@ class Server:
         self._temporary.cleanup()
 
     def log(self) -> str:
-        """Its log."""
+        """The server's log."""
         return (self._directory / "log").read_text(errors="replace")
 
     # -- calls -------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ EACH: Final = 3200
 AGENTS, AT_ONCE, SYSTEMS = 300, 40, 4
 """Agents in all, at a time, and their system prompts."""
 TURNS = 60
-"""Of an agent at most: one in sixteen ends behind each."""
+"""Maximum turns of an agent: one in sixteen ends behind each."""
 FORK = 0.04
 """Turns that begin a subagent."""
 
@@ -78,7 +78,7 @@ def agents(seed: int = 0) -> Traffic:
 
 
 def in_tokens(traffic: Traffic) -> Traffic:
-    """With each page's tokens."""
+    """The traffic with each page's tokens in place of its number."""
     page = traffic.page
     if page == 1:
         return traffic
@@ -90,7 +90,8 @@ def in_tokens(traffic: Traffic) -> Traffic:
 
 
 def found_by(traffic: Traffic, tokens: int, checkpoints: int | None) -> float:
-    """The share of prompt tokens found in a pool of so many; None: of a model without states."""
+    """The share of prompt tokens found in a pool of `tokens` tokens; `checkpoints` None: of a model without
+    states."""
     pages = tokens // SIZE
     cache, found, asked = CacheManager(pages + 1, SIZE).with_checkpoints(checkpoints), 0, 0
     for prompt, kept in zip(traffic.prompts, traffic.kept, strict=True):

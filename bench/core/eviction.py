@@ -34,21 +34,21 @@ from core.config import Eviction
 from core.types import PLAIN_ROOT, Ints
 
 NEVER: Final = sys.maxsize
-"""When a page is asked for again that is not."""
+"""Time of the next use of a page that is not asked for again."""
 
 USERS, CONVERSATIONS, SYSTEMS = 200, 3000, 8
-"""Of `chats`: users who talk at once, conversations in all, system prompts."""
+"""Parameters of `chats`: users who talk at once, conversations in all, system prompts."""
 LONGEST = 12
 """Turns of a conversation, at most: one in four ends behind each."""
 BLOCK = 64
-"""Tokens of its pages."""
+"""Tokens of a page of `chats`."""
 SYSTEM, TURN, ANSWER = 16, 6, 3
 """Pages of a system prompt, and, on average, of a turn's question and of its answer."""
 
 
 class Traffic(NamedTuple):
-    """Prompts as the ids of their pages, of so many tokens each. Equal ids are equal pages with equal ones
-    before them. `kept` are those of a prompt and its answer."""
+    """Prompts as the ids of their pages, each of `page` tokens. Equal ids are equal pages with equal ones
+    before them. `kept` are the pages of a prompt and its answer."""
 
     name: str
     page: int
@@ -104,8 +104,8 @@ def found_by(order: Eviction, traffic: Traffic, pages: int) -> float:
 
 
 def found_by_clairvoyance(traffic: Traffic, pages: int) -> float:
-    """The same of a cache that knows what comes (Belady's order). A page is asked for again no later than
-    those behind it, so that what is evicted is always an end."""
+    """The share that a cache finds that knows what comes (Belady's order). A page is asked for again no later
+    than those behind it, so that what is evicted is always an end."""
     uses: dict[int, deque[int]] = defaultdict(deque)
     rounds = [(p, k) for p, k in zip(traffic.prompts, traffic.kept, strict=True) if len(k) <= pages]
     for at, (prompt, _) in enumerate(rounds):
@@ -142,7 +142,7 @@ def found_by_clairvoyance(traffic: Traffic, pages: int) -> float:
 
 
 def measured(traffic: Traffic, tokens: int) -> dict[str, float]:
-    """Of a pool of so many tokens, by order."""
+    """The share of prompt pages found in a pool of `tokens` tokens, by eviction order."""
     pages = tokens // traffic.page
     found = {order: found_by(order, traffic, pages) for order in get_args(Eviction)}
     found["clairvoyant"] = found_by_clairvoyance(traffic, pages)

@@ -85,7 +85,7 @@ class NullStepper:
         return [1 + len(tokens) for tokens in ahead]
 
     def lost(self, state: Any) -> bool:
-        """Never."""
+        """Whether the state was lost: never."""
         return False
 
     def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:

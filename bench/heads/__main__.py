@@ -38,7 +38,7 @@ from bench.results import conditions
 from core.config import ModelConfig
 
 TEMPERATURES = (0.6, 1.0, 0.8)
-"""Of the answers to train with, after the greedy ones."""
+"""Temperatures of the answers to train with, after the greedy ones."""
 DRAFTS = (3, 5, 7)
 """Numbers of drafts per step in the evaluation."""
 GENERATION, TRAINING = 0.25, 0.92
@@ -48,7 +48,7 @@ SHORTEST = 4
 
 
 class Limits(NamedTuple):
-    """Of generation."""
+    """Limits of generation."""
 
     rows: int
     """Answers at once."""
@@ -59,7 +59,7 @@ class Limits(NamedTuple):
 
 
 def head_sizes(layers: int, heads: int, kv_heads: int) -> dict[str, Size]:
-    """The heads that can be trained, for a target of so many layers and heads.
+    """The heads that can be trained, for a target of `layers` layers and these heads.
 
     For SmolLM2-135M eagle3 and eagle3-vocab are just below 8 MB: the one uses the target's output matrix; the
     other has one of its own for fewer tokens, and a smaller layer. dflash has the paper's five layers, 38 MB.

@@ -14,7 +14,7 @@ from bench.heads.target import Rotation, Seen, Target
 ANCHORS = 32
 """Blocks of each sequence of a batch in training."""
 FALL = 2.5
-"""A draft's weight in the loss falls by e over as many positions: drafts behind a wrong one are lost. The
+"""A draft's weight in the loss falls by e over this many positions: drafts behind a wrong one are lost. The
 paper has 4 for blocks of 8, most of which its targets accept; of a target of 135M less than half."""
 CHUNK = 64
 """Blocks of each sequence at once in evaluation."""
@@ -32,7 +32,7 @@ class Layer(nn.Module):
         self.mlp = Mlp(hidden, size.intermediate)
 
     def forward(self, x: Tensor, rotation: Rotation, context: Pair, visible: Tensor) -> Tensor:
-        """[B, G, n, hidden] of blocks as many; `context` and `visible` as in `attend`."""
+        """States [B, G, n, hidden] of as many blocks; `context` and `visible` as in `attend`."""
         normed = self.input_layernorm(x)
         q, own = self.self_attn.queries(normed, rotation), self.self_attn.pair(normed, rotation)
         x = x + self.self_attn.o_proj(attend(q, context, visible, own))
@@ -105,7 +105,7 @@ class DFlash(Head):
         return (losses * weights).sum() / weights.sum().clamp(min=1)
 
     def drafts(self, batch: Batch, seen: Seen, count: int) -> Tensor:
-        """As `Head.drafts`; a block proposes at most `block - 1` tokens."""
+        """Drafts as `Head.drafts` returns them; a block proposes at most `block - 1` tokens."""
         if count >= self.size.block:
             raise ValueError(f"a block of {self.size.block} has {self.size.block - 1} drafts, not {count}")
         context = self.context(seen)

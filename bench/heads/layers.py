@@ -85,7 +85,7 @@ class Head(nn.Module, ABC):
 
 
 class RmsNorm(nn.Module):
-    """Over the last dimension, computed in float32."""
+    """RMS norm over the last dimension, computed in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

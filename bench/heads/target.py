@@ -26,14 +26,15 @@ LOOK = 16
 PREFILL = 32_768
 """Padded prompt tokens of one forward."""
 BUCKET = 64
-"""Attention over a cache covers a multiple of as many positions."""
+"""Attention over a cache covers a multiple of this many positions."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Of a layer's number, q [B, T, heads, d] and k, v [B, T, kv_heads, d]: [B, T, heads, d]."""
+"""Attention of a layer: from its number, q [B, T, heads, d] and k, v [B, T, kv_heads, d] to [B, T, heads,
+d]."""
 
 Delta = Callable[[int, str, Tensor], Tensor | None]
-"""Of a layer's number, the name of one of its products ("qkv", "out", "gate_up", "down") and the input
-[..., in]: what to add to the product [..., out], None for nothing."""
+"""Addition to a product of a layer: from the layer's number, the product's name ("qkv", "out", "gate_up",
+"down") and its input [..., in] to what is added to the product [..., out], or None for nothing."""
 
 
 class Rotation(NamedTuple):
@@ -50,7 +51,7 @@ class Rotation(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a forward leaves: inputs of layers [B, T, hidden] by their numbers, and the states after the last
+    """Results of a forward: inputs of layers [B, T, hidden] by their numbers, and the states after the last
     norm [B, T, hidden]."""
 
     inputs: dict[int, Tensor]
@@ -108,11 +109,11 @@ class Target:
         self._frequencies = frequencies(spec.rope, spec.head_dim).to(device)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """That of int positions [...]."""
+        """Rotation of int positions [...]."""
         return rotation(self.spec, self._frequencies, positions)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[..., hidden] of ids [...]."""
+        """Embeddings [..., hidden] of ids [...]."""
         return F.embedding(ids, self.embedding)
 
     def logits(self, final: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def _pairs(sizes: list[tuple[int, int]]) -> int:
 def _chunk_row(
     heads: Heads, page: int, name: str, config: prefill_plan.PrefillConfig, room: int, goal: str
 ) -> Row:
-    """One step, in a graph for up to `room` chunks."""
+    """Time of one step, in a graph for up to `room` chunks."""
     sizes = STEPS[name]
     kept = inputs.pages([start + tokens for start, tokens in sizes], page, heads, DTYPE, DEVICE)
     cut = inputs.chunks(sizes, kept, 0, DEVICE)
@@ -168,7 +168,7 @@ def short_chunks() -> Iterator[Row]:
 
 
 def flashinfer() -> Iterator[Row]:
-    """The same steps with FlashInfer's FA3, if it is installed; the first compiles for a minute."""
+    """The steps of `chunks` with FlashInfer's FA3, if it is installed; the first compiles for a minute."""
     if find_spec("flashinfer") is None:
         return
     library: Any = import_module("flashinfer")
@@ -194,7 +194,7 @@ def flashinfer() -> Iterator[Row]:
 
 
 def compile_chunks(cut: tuple[int, int, int, int, bool]) -> None:
-    """For the pool of `tune.compile_all`: prefill at one of CHUNK_CUTS."""
+    """Compile prefill at one of CHUNK_CUTS, in the pool of `tune.compile_all`."""
     heads, config = Heads(), prefill_plan.PrefillConfig(*cut)
     both, q = torch.empty(64, 2, heads.kv, heads.dim, dtype=DTYPE), torch.empty(2048, 32, 128, dtype=DTYPE)
     table = torch.empty(65, 64, dtype=torch.int32)

@@ -119,7 +119,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         prefill.paged_prefill(q, layer, plan, config, space, window=window, pdl=pdl)
 
     def latents(heads: int) -> Pages:
-        """Of MLA, of 512 + 64 columns."""
+        """Pages of MLA's latents, of 512 + 64 columns."""
         k, table = empty(64, 1, 576), torch.zeros(512, 64, dtype=torch.int32)
         where, rope = torch.zeros(256, dtype=torch.int64), (empty(256, 1, 64), empty(256, 1, 64))
         q, own = empty(256, heads, 576), empty(256, heads, 192)
@@ -169,7 +169,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         packed: Packed = "",
         group: int = 128,
     ) -> None:
-        """With `rank`, of an adapter; with `clamped`, with biases too; `packed`: 4 bits, by `group`."""
+        """Compile an MoE layer. With `rank`, that of an adapter; with `clamped`, with biases too; `packed`: 4
+        bits, by `group`."""
         name = weight_name(packed or held, "bfloat16")
         shape = MoeShape(of.experts, of.width, of.hidden, of.top_k, name, "H200")
         kind = dtype_of(held) if held else DTYPE

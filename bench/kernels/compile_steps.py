@@ -59,13 +59,13 @@ class _Step:
         self.mixed = Forward(STEP, samples, 64, samples, query=1 + drafts, adapters=places > 0)
 
     def begin(self, mixed: bool, pdl: bool) -> None:
-        """The first kernels."""
+        """Compile the first kernels of a step."""
         key = self.mixed if mixed else self.decode
         view, samples = self.buffers.view(key), self.buffers.samples.first(key.samples)
         begin_step(self.rings.entries, self.tables, view, samples, page_size=PAGE, pdl=pdl)
 
     def linear(self, mixed: bool, pdl: bool) -> None:
-        """Linear attention, of a Qwen3-Next."""
+        """Compile linear attention, as in Qwen3-Next."""
         key = self.mixed if mixed else self.decode
         pool = StatePool(LINEAR, ROWS + 1, 1, torch.bfloat16, CPU, self.tables.most_drafts)
         wide = torch.empty(key.tokens, LINEAR.channels + LINEAR.value_size, dtype=torch.bfloat16)
@@ -75,12 +75,12 @@ class _Step:
         gated_delta(pool, 0, self.buffers.view(key), inputs, pdl=pdl)
 
     def accept(self, counted: bool, pdl: bool) -> None:
-        """The last kernels."""
+        """Compile the last kernels of a step."""
         counts = Counts(8, 1024, CPU) if counted else None
         kernels.accept(self.chosen, self.buffers.rows, self.rings.cursor, self.rings.answers, counts, pdl=pdl)
 
     def adjust(self, pdl: bool) -> None:
-        """What rows that want it get."""
+        """Compile the kernels that change logits for rows that ask for it."""
         rows, counts = self.buffers.rows.first(32), Counts(8, VOCAB, CPU)
         logits = torch.empty(32, VOCAB)
         masks = MaskRows(torch.zeros(32, dtype=torch.int32), torch.zeros(4, VOCAB // 32, dtype=torch.int32))
@@ -92,14 +92,14 @@ class _Step:
         perturb(logits, rows, torch.zeros(VOCAB, dtype=torch.int32), pdl=pdl)
 
     def paths(self, pdl: bool) -> None:
-        """Accepted paths to the front: of hidden states, and of pages."""
+        """Compile the kernels that move accepted paths to the front: of hidden states, and of pages."""
         rows = self.buffers.rows
         move_paths(self.buffers.sample_hidden[None], rows, pdl=pdl)
         pages = torch.empty(4, 64 * PAGE, 2048, dtype=torch.bfloat16)
         move_paths(pages, rows, self.buffers.begun()[1], pdl=pdl)
 
     def attend(self, pdl: bool) -> None:
-        """Attention to rows with drafts."""
+        """Compile attention to rows with drafts."""
         query, kv = self.decode.query, 8
         config = verify_config(128, kv, 132, self.decode.tokens, query, group=4)
         view = self.buffers.view(self.decode)
@@ -114,7 +114,7 @@ class _Step:
         decode.paged_decode(q, layer, plan, space, config, ancestors=view.ancestors, pdl=pdl)
 
     def draft(self, block: Block, shifted: bool, pdl: bool) -> None:
-        """A draft model's steps, without its layers."""
+        """Compile a draft model's steps, without its layers."""
         rows = DraftRows.of(self.tables, block)._replace(page_size=PAGE, shifted=shifted)
         samples, live = self.buffers.samples.first(self.decode.samples), self.buffers.rows.live
         for key in (self.decode, self.mixed):
@@ -132,7 +132,7 @@ class _Step:
             draft_kernels.draw(logits[: len(few.slots)], None, few, 0, pdl=pdl)
 
     def look_up(self, served: int, pdl: bool) -> None:
-        """Prompt lookup, in `served` tokens of others too."""
+        """Compile prompt lookup, in `served` tokens of others too."""
         index = make_served(ROWS + 1, served, CPU)
         history = History(history_words(ROWS + 1, 8192, CPU), self.tables.most_drafts, 4, 2, index)
         look_up(history, self.tables, self.buffers.samples, self.chosen, ROWS, pdl=pdl)

@@ -33,7 +33,7 @@ from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfig, MoeConfigs
 
 LIMIT = 8e-3
-"""Of an error, relative to the norm, as `bench.kernels.int4` has it."""
+"""Limit of an error, relative to the norm, as in `bench.kernels.int4`."""
 
 
 def off(bench: Bench, x: Tensor, logits: Tensor, use: MoeConfig, pdl: bool) -> float:

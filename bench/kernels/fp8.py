@@ -57,7 +57,8 @@ MID_CUTS = [
         (128, 256, 3),
     )
 ]  # fmt: skip
-"""Without a gate each also with split-K 2 and 4; only those with block_k 128 support scales by blocks."""
+"""Configs to try. Without a gate each also with split-K 2 and 4; only those with block_k 128 support scales
+by blocks."""
 
 
 def multiply(x: Tensor, matrix: Matrix, counters: Tensor, gated: bool, pdl: bool) -> Tensor:
@@ -86,7 +87,7 @@ def share(us: float, weights: float, flops: float, kind: Fp8) -> float:
 
 
 Found = dict[str, dict[str, float]]
-"""By rows, then by kind."""
+"""Figures by number of rows, then by kind."""
 
 
 def products(name: str, pdl: bool) -> tuple[Found, Found]:
@@ -107,7 +108,8 @@ def products(name: str, pdl: bool) -> tuple[Found, Found]:
 
 
 def experts(pdl: bool) -> tuple[Found, Found]:
-    """The same for an MoE layer with random routing: at few rows only some experts are read."""
+    """Microseconds and shares of the peak of an MoE layer with random routing: at few rows only some experts
+    are read."""
     size, device = MoeSize(), torch.device("cuda")
     took: Found = {}
     shares: Found = {}
@@ -169,7 +171,7 @@ def tile_configs(name: str, kind: Fp8, n: int, weight: Tensor) -> Iterator[tuple
 
 
 def compile_config(name: str, kind: Fp8, n: int, at: int, pdl: bool) -> None:
-    """For the pool of `tune.compile_all`: compile one of the configs."""
+    """Compile one of the configs, in the pool of `tune.compile_all`."""
     outputs, inputs, _ = LINEARS[name]
     weight, x = (torch.empty(rows, inputs, dtype=FP8) for rows in (outputs, n))
     scale = torch.empty(scale_shape(kind, [outputs], inputs) or ())

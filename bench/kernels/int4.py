@@ -45,11 +45,11 @@ GROUP = 128
 NAMES = [name for name in LINEARS if name.startswith("8B")]
 
 LIMIT = 8e-3
-"""Of an error, relative to the norm; bfloat16 rounding of results gives 1.7e-3, of weights more."""
+"""Limit of an error, relative to the norm; bfloat16 rounding of results gives 1.7e-3, of weights more."""
 
 
 def kernels(pdl: bool) -> Kernels:
-    """Those that products need."""
+    """Kernels that products need."""
     device = torch.device("cuda")
     none = cast(AttentionBackend, None)
     chosen = products(torch.cuda.get_device_name(0), device)
@@ -84,7 +84,7 @@ def expected(x: Tensor, plain: Matrix, gated: bool) -> Tensor:
 
 
 def times(name: str, pdl: bool) -> dict[str, dict[str, float]]:
-    """For each number of rows: time in 4 bits and in bfloat16 (us), share of the bandwidth, error."""
+    """Time in 4 bits and in bfloat16 (us), share of the bandwidth and error, for each number of rows."""
     fine, plain = matrices(name)
     found: dict[str, dict[str, float]] = {}
     use, gated = kernels(pdl), LINEARS[name][2]
@@ -106,7 +106,7 @@ def times(name: str, pdl: bool) -> dict[str, dict[str, float]]:
 
 
 def cuts(rows: int, words: Tensor, scale: Tensor, gated: bool) -> Iterator[Int4Config | Int4GemvConfig]:
-    """The rule's cut for so many rows, and others."""
+    """The rule's cut for `rows` rows, and others."""
     if (one := int4_gemv_config(rows, words, scale, gated)) is not None:
         yield one
         programs = [each * PROCESSORS for each in (2, 3, 4, 6)]
@@ -122,7 +122,7 @@ def cuts(rows: int, words: Tensor, scale: Tensor, gated: bool) -> Iterator[Int4C
 
 
 def compile_cut(name: str, rows: int, at: int, pdl: bool) -> None:
-    """For the pool of `tune.compile_all`: compile one of the cuts."""
+    """Compile one of the cuts, in the pool of `tune.compile_all`."""
     outputs, inputs, gated = LINEARS[name]
     words = torch.empty(outputs, inputs // WORD, dtype=torch.int16)
     scale = torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16)
@@ -148,7 +148,7 @@ def run_cut(
 
 
 class Product(NamedTuple):
-    """One of LINEARS with rows `x`. `cut` None: weights are turned into 16 bits first."""
+    """Product of rows `x` with one of LINEARS. `cut` None: weights are turned into 16 bits first."""
 
     x: Tensor
     gated: bool

@@ -67,7 +67,7 @@ LINEARS = {
 
 
 class Where(NamedTuple):
-    """What everything is timed on. `cold` bytes are more than the L2 cache holds."""
+    """Device, dtype and timer of the measurements. `cold` bytes are more than the L2 cache holds."""
 
     device: torch.device
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class _Base:
         return rms_norm(self._x, self._scale, 1e-6, residual=self._residual, pdl=self.pdl)
 
     def _product(self, x: Tensor, at: int, gated: bool) -> Tensor:
-        """As `TritonOps` has it."""
+        """Product as `TritonOps` computes it."""
         weight, pdl = self._weights[at], self.pdl
         if (few := gemv_config(len(x), weight, gated)) is not None:
             return gemv(x, weight, None, few, gated=gated, pdl=pdl)
@@ -113,25 +113,25 @@ class _Base:
         return silu_mul(y, pdl=pdl) if gated else y
 
     def plain(self, at: int) -> Tensor:
-        """Without adapters."""
+        """The product without adapters."""
         return self._product(self._norm(), at, self.gated)
 
     def in_epilogue(self, at: int, lora: LoraMatrix, rows: LoraRows) -> Tensor:
-        """With adapters, which the product's own kernel adds: that of `cut`."""
+        """The product with adapters, which its own kernel adds: that of `cut`."""
         assert self.cut is not None
         x, pdl = self._norm(), self.pdl
         delta, weight = shrink_ahead(x, lora, rows, pdl=pdl), self._weights[at]
         return skinny_gemm(x, weight, None, self.cut, self._counters, gated=self.gated, delta=delta, pdl=pdl)
 
     def adapted(self, at: int, lora: LoraMatrix, rows: LoraRows, branch: Branch | None) -> Tensor:
-        """With adapters."""
+        """The product with adapters."""
         x = self._norm()
         call = lora_gated if self.gated else lora_linear
         return call(x, lora, rows, branch, lambda: self._product(x, at, False), pdl=self.pdl)
 
 
 def linears(name: str, linear: Linear, n: int, adapters: int, where: Where) -> Iterator[Row]:
-    """One matrix at `n` rows of so many adapters."""
+    """Times of one matrix at `n` rows of `adapters` adapters."""
     device, dtype, pdl = where.device, where.dtype, where.pdl
     outputs, wide = sum(linear.parts), len(linear.parts) * RANK
     size, bytes_a, bytes_b = dtype.itemsize, linear.inputs * wide, outputs * RANK
@@ -208,7 +208,7 @@ def experts(
 
 
 def lists(n: int, places: int, where: Where) -> Iterator[Row]:
-    """The work lists of a step of `n` tokens, as many of them samples as rows can be."""
+    """Times of the work lists of a step of `n` tokens, as many of them samples as rows can be."""
     device = where.device
     decode = list(range(min(n, 256)))
     chunks = [(0, n - len(decode))] if n > len(decode) else []
@@ -220,7 +220,7 @@ def lists(n: int, places: int, where: Where) -> Iterator[Row]:
 
 
 def times(where: Where) -> Iterator[Row]:
-    """All of them."""
+    """Times of all kernels and layers."""
     for n in (32, 256, 8192):
         yield from lists(n, 8, where)
     for name, linear in LINEARS.items():

@@ -1,4 +1,4 @@
-"""What attention costs few rows between products: `python -m bench.kernels.one_row`.
+"""Cost of attention between products at few rows: `python -m bench.kernels.one_row`.
 
 Layers of a product of queries, keys and values behind its norm, rope, attention and an output product, which
 adds to the residual, run one after the other under programmatic dependent launch, with and without attention.
@@ -35,7 +35,7 @@ PAGE, LAYERS, EPS = 16, 24, 1e-6
 
 
 class Size(NamedTuple):
-    """Of a model's layers."""
+    """Sizes of a model's layers."""
 
     hidden: int
     heads: Heads
@@ -49,8 +49,8 @@ MODELS = {
 
 
 class Attention(NamedTuple):
-    """What the layers of a step share: page table and slots of the rows, and how these attend, with queries
-    [rows, heads, dim] to a layer's pages."""
+    """Attention state that the layers of a step share: page table and slots of the rows, and how these
+    attend, with queries [rows, heads, dim] to a layer's pages."""
 
     kept: inputs.Pages
     attend: Callable[[Tensor, Pages], Tensor]

@@ -29,7 +29,7 @@ def silu_mul(both: Tensor) -> Tensor:
 
 
 def gelu_mul(both: Tensor) -> Tensor:
-    """The same with gelu, by tanh."""
+    """gelu(first half) · second half, with gelu by tanh, [n, 2 * width] to [n, width]."""
     gate, up = both.float().chunk(2, -1)
     return (F.gelu(gate, approximate="tanh") * up).to(both.dtype)
 

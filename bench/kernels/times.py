@@ -132,7 +132,7 @@ PREFIX_CUTS = tuple(
 
 
 def compile_decode(cut: tuple[int, int, int, int]) -> None:
-    """For the pool of `tune.compile_all`: decode attention at one of CUTS."""
+    """Compile decode attention at one of CUTS, in the pool of `tune.compile_all`."""
     heads, config = Heads(), DecodeConfig(*cut[:3], 66)
     kept, q = _blank(heads, 256), torch.empty(256, heads.q, heads.dim, dtype=DTYPE)
     with compiling():
@@ -142,7 +142,7 @@ def compile_decode(cut: tuple[int, int, int, int]) -> None:
 
 
 def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
-    """The same for prefix attention at one of PREFIX_CUTS."""
+    """Compile prefix attention at one of PREFIX_CUTS, in the same pool."""
     heads, common = Heads(), torch.empty(1, dtype=torch.int32)
     kept, q = _blank(heads, 128), torch.empty(128, heads.q, heads.dim, dtype=DTYPE)
     with compiling():
@@ -151,7 +151,7 @@ def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
 
 
 def compile_small(config: FewRowsConfig) -> None:
-    """The same for the few-rows MoE path at one of SMALL."""
+    """Compile the few-rows MoE path at one of SMALL, in the same pool."""
     w13, w2 = torch.empty(128, 1536, 2048, dtype=DTYPE), torch.empty(128, 2048, 768, dtype=DTYPE)
     with compiling():
         x, logits = torch.empty(2, 2048, dtype=DTYPE), torch.empty(2, 128)
@@ -194,7 +194,7 @@ def shared_prefix() -> Iterator[Row]:
 
 
 def sampling() -> Iterator[Row]:
-    """Greedy and random sampling."""
+    """Times of greedy and random sampling."""
     for rows in (1, 32, 256, 512):
         logits = torch.randn(rows, 151_936, device=DEVICE) * 4
         ints = torch.arange(rows, device=DEVICE)
@@ -230,16 +230,16 @@ class _Product:
         return norm.rms_norm(x, self._scale, 1e-6, residual=residual, pdl=True)
 
     def library(self, at: int) -> Tensor:
-        """By cuBLAS."""
+        """The norm and the GEMM by cuBLAS."""
         found = torch.nn.functional.linear(self._norm(at), self.weights[at])
         return gated.silu_mul(found, pdl=True) if self.both else found
 
     def small(self, cut: GemvConfig, at: int) -> Tensor:
-        """By `gemv`."""
+        """The norm and the GEMM by `gemv`."""
         return gemv(self._norm(at), self.weights[at], None, cut, gated=self.both, pdl=True)
 
     def mid(self, cut: SkinnyConfig, at: int) -> Tensor:
-        """By `skinny_gemm`."""
+        """The norm and the GEMM by `skinny_gemm`."""
         x, weight = self._norm(at), self.weights[at]
         return skinny_gemm(x, weight, None, cut, self._counters, gated=self.both, pdl=True)
 
@@ -261,8 +261,8 @@ def linears() -> Iterator[Row]:
 
 
 def some_linears() -> Iterator[Row]:
-    """The same for 4 to 64 rows with `skinny_gemm`; where the rule has no config, with the config for 32
-    rows, to check the rule."""
+    """GEMMs of 4 to 64 rows, with their norm, by `skinny_gemm`; where the rule has no config, with the config
+    for 32 rows, to check the rule."""
     for (name, (outputs, size, both)), rows in product(LINEARS.items(), (4, 8, 16, 24, 32, 48, 64)):
         case, moved = f"{name} x {rows}", 2.0 * outputs * size
         one = _Product(outputs, size, both, rows)

@@ -222,7 +222,7 @@ def search(bench: Bench, tokens: int, rule_config: MoeConfig, quick: bool) -> tu
 
 
 def weight_bytes(group: int) -> float:
-    """Of a weight: of 4 bits in a `group` that has a scale and a zero point, or of bfloat16."""
+    """Bytes of a weight: of 4 bits in a `group` that has a scale and a zero point, or of bfloat16."""
     return 0.5 + 4 / group if group else 2.0
 
 

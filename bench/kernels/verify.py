@@ -46,18 +46,18 @@ FEW = [
     *(_Cut(64, 4, 7, 2, least=least) for least in (3, 6)),
     _Cut(32, 4, 7, 2, least=4),
 ]
-"""For one row."""
+"""Configs to try for one row."""
 
 CUTS = {
     16: [_Cut(64, 4, 5, 2), _Cut(64, 4, 7, 2), _Cut(64, 4, 4, 3, registers=168), _Cut(32, 2, 5, 4)],
     32: [_Cut(64, 4, 5, 2), _Cut(64, 4, 7, 2), _Cut(32, 4, 7, 2), _Cut(64, 8, 5, 1)],
     64: [_Cut(32, 4, 5, 2), _Cut(32, 4, 7, 2), _Cut(64, 4, 4, 2), _Cut(64, 4, 5, 1), _Cut(64, 8, 5, 1)],
 }
-"""To try for more rows, by lanes; `programs` are those of a multiprocessor."""
+"""Configs to try for more rows, by lanes; `programs` are those of a multiprocessor."""
 
 
 class Case(NamedTuple):
-    """So many rows with so many tokens and keys each."""
+    """A number of rows, and the tokens and keys of each."""
 
     shape: str
     rows: int
@@ -66,17 +66,17 @@ class Case(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Lanes of its tile of queries."""
+        """Lanes of the case's tile of queries."""
         heads = SHAPES[self.shape]
         return heads.q // heads.kv * self.tokens
 
     def plain(self, tokens: int) -> DecodeConfig:
-        """How so many tokens are cut that are a row each."""
+        """The config for `tokens` tokens that are a row each."""
         heads = SHAPES[self.shape]
         return decode_config(heads.dim, heads.kv, PROCESSORS, tokens, group=heads.q // heads.kv)
 
     def cuts(self) -> dict[str, DecodeConfig]:
-        """What serving takes, and others to try; by name."""
+        """Configs by name: the one that serving takes, and others to try."""
         heads = SHAPES[self.shape]
         taken = verify_config(
             heads.dim, heads.kv, PROCESSORS, self.rows * self.tokens, self.tokens, group=heads.q // heads.kv
@@ -131,7 +131,7 @@ def compile_cut(heads: Heads, config: DecodeConfig) -> None:
 
 
 def compile_cuts() -> None:
-    """All of them, in parallel."""
+    """Compile all cuts, in parallel."""
     found = set()
     for case in CASES:
         heads = SHAPES[case.shape]
@@ -142,7 +142,7 @@ def compile_cuts() -> None:
 
 
 class Bench:
-    """Pages and times of the cases that have the same."""
+    """Pages and times of the cases that share them."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.heads = case, SHAPES[case.shape]
@@ -158,12 +158,12 @@ class Bench:
         self.q = torch.randn(tokens, self.heads.q, self.heads.dim, device=DEVICE).bfloat16()
 
     def calls(self, tokens: int, config: DecodeConfig) -> list[Callable[[], Tensor]]:
-        """One for each set of pages, of so many tokens a row."""
+        """Calls with each set of pages, for `tokens` tokens a row."""
         q = self.q[: tokens * self.case.rows]
         return [call_of(kept, queries(kept, tokens), q, self.heads, config) for kept in self.kept]
 
     def expected(self) -> Tensor:
-        """What the plain kernel finds, its first 16 tokens as plain torch finds them."""
+        """Results of the plain kernel, the first 16 tokens checked against plain torch."""
         case, kept = self.case, self.kept[0]
         (slots, lengths), q = queries(kept, case.tokens), self.q[:16]
         found = self.calls(case.tokens, case.plain(len(self.q)))[0]().view_as(self.q)
@@ -174,7 +174,7 @@ class Bench:
         return found
 
     def us(self, tokens: int, config: DecodeConfig) -> float:
-        """Microseconds of a call with so many tokens a row."""
+        """Microseconds of a call with `tokens` tokens a row."""
         calls = self.calls(tokens, config)
         least = max(2, min(len(calls) * 2, int(2e-3 * BANDWIDTH / self.moved)))
         return microseconds(calls, replays=5, least=least)

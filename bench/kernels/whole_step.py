@@ -78,7 +78,7 @@ TREE_STEPS = 3
 DEVICE = CudaFacts("", "NVIDIA H200", HOPPER, 132)
 
 FP8_KINDS: dict[str, Fp8] = {"none": "", "fp8": "rows", "fp8-blocks": "blocks"}
-"""By --quantization."""
+"""Kinds of FP8 by --quantization."""
 
 
 class PartLauncher:
@@ -147,12 +147,12 @@ class Steps(NamedTuple):
 
     @property
     def drafts(self) -> int:
-        """Of a row."""
+        """Drafts of a row."""
         return 0 if self.draft is None else self.draft.most
 
     @property
     def trees(self) -> bool:
-        """Whether these are."""
+        """Whether drafts are trees."""
         return self.draft is not None and self.draft.tree is not None
 
 
@@ -174,7 +174,7 @@ class Layers(NamedTuple):
 
 
 def layers_of(spec: ModelSpec, steps: Steps) -> Layers:
-    """Those of a server."""
+    """The layers of a server."""
     dtype, pdl = getattr(torch, spec.dtype), steps.pdl
     config = attention_config(spec, steps.page, steps.samples, dtype, CPU, DEVICE)
     config = config._replace(
@@ -207,7 +207,7 @@ def one_of(spec: ModelSpec, steps: Steps) -> PeerRank:
 
 
 def drafter_of(spec: ModelSpec, steps: Steps) -> Callable[[SlotTables], Drafter] | None:
-    """What drafts for a model of `spec`, if anything does."""
+    """The drafter of a model of `spec`, if it has one."""
     if (draft := steps.draft) is None:
         return None
     dtype, run = getattr(torch, spec.dtype), None

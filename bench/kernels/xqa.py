@@ -61,7 +61,7 @@ def xqa_call(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
 
 
 def ours(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
-    """The same with `paged_decode`."""
+    """A call of `paged_decode` on the same inputs."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     coarse = kept.k.dtype == torch.float8_e4m3fn
     config = decode_config(heads.dim, heads.kv, processors, len(q), group=heads.q // heads.kv, coarse=coarse)
@@ -71,7 +71,7 @@ def ours(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
 
 
 def plain(kept: Pages, q: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """The same in float32 with torch, a row at a time."""
+    """Reference attention in float32 with torch, a row at a time."""
     rows = []
     for slot, query in zip(kept.slots.tolist(), q.float(), strict=True):
         at = torch.arange(int(kept.lengths[slot]), device=q.device)
@@ -83,7 +83,7 @@ def plain(kept: Pages, q: torch.Tensor, heads: Heads) -> torch.Tensor:
 
 
 def measure(heads: Heads, lengths: list[int], dtype: torch.dtype) -> dict[str, float]:
-    """Microseconds, terabytes per second and relative errors of both."""
+    """Microseconds, terabytes per second and relative errors of both kernels."""
     device = torch.device("cuda")
     moved = 2 * sum(lengths) * heads.kv * heads.dim * dtype.itemsize
     sets = max(1, min(4, int(200e6 / moved)))  # together larger than the L2 cache

@@ -27,7 +27,7 @@ _clock = time.perf_counter
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where requests go."""
+    """The server that requests go to."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, url: str, api_key: str = "", timeout: float = 600.0) -> Target:
-        """From `http://host:port`, with or without `/v1`. ValueError for anything else."""
+        """The target of `http://host:port`, with or without `/v1`. ValueError for anything else."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url} is not an http:// or https:// address")
@@ -116,7 +116,7 @@ class Reply:
             self.close(now, whole=not self._chunked and self._left < 0)
 
     def fail(self, detail: str, now: float) -> None:
-        """What arrived is not HTTP."""
+        """Fail the stream: what arrived is not HTTP."""
         self._stream.fail("malformed answer", detail, now)
 
     def _head(self, head: bytes) -> None:
@@ -182,7 +182,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Open, so that another request may be sent."""
+        """Whether the connection is open, so that another request may be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -24,9 +24,9 @@ class Record(msgspec.Struct, kw_only=True):
     out: int = 0
     prompt: int = 0
     cached: int | None = None
-    """None: the server does not report it."""
+    """Prompt tokens from the cache; None: the server does not report it."""
     usage: bool = False
-    """False: the server sent no usage; `out` counts events, `prompt` is the requested length."""
+    """Whether the server sent usage; otherwise `out` counts events, and `prompt` is the requested length."""
     finish: str | None = None
     bad: str | None = None
     """Kind of failure; None on success."""

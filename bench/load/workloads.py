@@ -163,7 +163,7 @@ PLAIN64 = Workload(
     name="plain64", input_len=256, output_len=256, concurrency=64, requests=192, temperature=1.0
 )
 JSON64 = msgspec.structs.replace(PLAIN64, name="json64", json_schema=ROWS)
-"""The same with a JSON schema on every row, to measure the cost of masks. Needs the model's tokenizer."""
+"""`plain64` with a JSON schema on every row, to measure the cost of masks. Needs the model's tokenizer."""
 
 TABLE: tuple[str, ...] = tuple(row.name for row in _six())
 """The six scenarios that servers are compared by, in the order of the table."""

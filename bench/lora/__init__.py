@@ -1,1 +1,1 @@
-"""What LoRA adapters cost, against the same server without: `python -m bench.lora`."""
+"""Cost of LoRA adapters, against the same server without: `python -m bench.lora`."""

@@ -1,4 +1,4 @@
-"""What is measured, the most important first."""
+"""Cases to measure, the most important first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ CHURN = "churn"
 """The kind in which adapters come and go."""
 
 ZIPF = 1.0
-"""Of adapters by popularity, the k-th is asked for as often as k to the power of -ZIPF says."""
+"""Exponent of adapters' popularity: the k-th most popular is asked for in proportion to k to the power of
+-ZIPF."""
 
 
 class Setup(NamedTuple):
-    """A model with random weights, and so many different files of adapters. Not `together`: two such servers
+    """A model with random weights, and a number of different adapter files. Not `together`: two such servers
     do not fit into the memory of one GPU."""
 
     model: str
@@ -61,8 +62,8 @@ LOADS: Mapping[str, Load] = MappingProxyType(
         "q1024": Load(msgspec.structs.replace(C128, name="q1024", concurrency=1024, requests=3072), 128),
     }
 )
-"""Those of the LoRA table that servers are compared by, and two with queues: 64 adapters can fill 8 places
-only if enough requests wait for each. The name goes into the seed of prompts."""
+"""The loads of the LoRA table that servers are compared by, and two with queues: 64 adapters can fill 8
+places only if enough requests wait for each. The name goes into the seed of prompts."""
 
 
 class Case(NamedTuple):
@@ -74,7 +75,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """By which results and --cases know it."""
+        """The name of the case in results and --cases."""
         first = "" if self.setup == "8b" else f"{self.setup}-"
         if self.kind in ("zipf", CHURN):
             return f"{first}{self.kind}-{self.load}"
@@ -82,7 +83,7 @@ class Case(NamedTuple):
 
     @property
     def adapters(self) -> int:
-        """That requests may have."""
+        """Number of adapters that requests may have."""
         return KINDS[self.kind]
 
 

@@ -57,11 +57,11 @@ PLAIN = "plain"
 """The kind of waves at the server without adapters."""
 
 CHURN_TOKENS = 1024
-"""Of an answer while adapters come and go: some nine seconds."""
+"""Tokens of an answer while adapters come and go: some nine seconds."""
 
 Result = dict[str, Any]
 Waves = dict[tuple[str, str], list[Wave]]
-"""By load and kind."""
+"""Waves by load and kind."""
 
 
 class Bench:
@@ -85,7 +85,7 @@ class Bench:
         print(f"{count} adapters made in {time.perf_counter() - began:.1f} s", flush=True)
 
     def flags(self, adapters: bool) -> list[str]:
-        """Of a server, with room for the largest case."""
+        """Flags of a server with room for the largest case."""
         loads = [LOADS[case.load]._replace(work=self.workload(case.load, case.kind)) for case in self.cases]
         rows = max(load.rows for load in loads) + 1  # churn's short requests, too
         lengths = [load.work.input_len + load.work.output_len + 64 for load in loads]

@@ -1,1 +1,1 @@
-"""What speculative decoding gains, against the same server without: `python -m bench.spec`."""
+"""Speed-up by speculative decoding, against the same server without: `python -m bench.spec`."""

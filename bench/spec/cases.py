@@ -1,4 +1,4 @@
-"""What is measured, the most important first."""
+"""Cases to measure, the most important first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """By which results and --cases know it."""
+        """The name of the case in results and --cases."""
         what = self.data or f"accept{self.accept:g}"
         if self.then != self.accept:
             what += f"to{self.then:g}"

@@ -68,7 +68,7 @@ class Bench(NamedTuple):
         return wave.run(url, case, wave.workload(case, self.sizes, self.data), turn, left())
 
     def together(self, urls: Mapping[str, str], cases: Sequence[Case]) -> list[Result]:
-        """Both servers run: in turn. A case that runs out of time keeps the pairs that it has."""
+        """Run cases on both servers, in turn. A case that runs out of time keeps the pairs that it has."""
         done = []
         for case in cases:
             pairs: list[Pair] = []
@@ -89,7 +89,7 @@ class Bench(NamedTuple):
     def apart(
         self, server: Callable[[str], AbstractContextManager[str]], cases: Sequence[Case]
     ) -> list[Result]:
-        """One server runs at a time: all cases on the one, then on the other."""
+        """Run all cases on one server, then on the other: one server runs at a time."""
         waves, done = dict[tuple[str, Case], list[Wave]](), list[Result]()
         for side in SIDES:
             clock = self.clock.share(0.5 if side == "base" else 1.0)

@@ -20,7 +20,7 @@ from gpu.sample.penalties import Counts
 from gpu.sample.rows import Rows
 
 MARK = 0x5BEC
-"""Of seeds that ask for an acceptance: their bits from 48 on."""
+"""Bits from 48 on of seeds that ask for an acceptance."""
 FOREVER = (1 << 32) - 1
 UNIT = 16
 """Accepted drafts are counted in parts of this size."""

@@ -1,4 +1,4 @@
-"""One wave of requests at a server, and what it says of speed and of drafts."""
+"""A wave of requests at a server: its speed, and how many drafts were accepted."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from bench.spec.cases import DATA, Case
 from bench.spec.simulate import seed_for
 
 DATA_WORDS = 1_000
-"""Of a prompt of data; its tokens then fit into a context of 2,048 and the answer."""
+"""Words in a prompt of data: its tokens, with the answer, fit into a context of 2,048."""
 DATA_REQUESTS = 16
-"""Of a wave of data, at least: answers differ in how well they are drafted."""
+"""Minimum number of requests in a wave of data: answers differ in how well they are drafted."""
 DATA_ROUNDS = 4
 """Requests per client in a wave of real prompts. With one request per client, start-up and the tail with few
 running streams took half of the time of a small model's wave, and speed-ups of one case varied from 0.71 to
@@ -52,7 +52,7 @@ class Drafts(NamedTuple):
     most: int
 
     def since(self, before: Drafts) -> Drafts:
-        """What was counted after `before`."""
+        """The counts since `before`."""
         rows, drafted, accepted, _ = before
         return Drafts(self.rows - rows, self.drafted - drafted, self.accepted - accepted, self.most)
 
@@ -131,7 +131,7 @@ async def send(
 
 
 def figures(records: Sequence[Record], drafts: Drafts = NO_DRAFTS) -> Wave:
-    """Of the requests of a wave. Raises `RuntimeError` if one failed."""
+    """Figures of the requests of a wave. Raises `RuntimeError` if one failed."""
     for record in records:
         if record.bad is not None:
             raise RuntimeError(f"a request failed: {record.bad} {record.detail}")
@@ -146,7 +146,7 @@ def figures(records: Sequence[Record], drafts: Drafts = NO_DRAFTS) -> Wave:
 
 
 def drafts(url: str) -> Drafts:
-    """What the server's /metrics have counted; zeros of one without speculation."""
+    """Draft counters of the server's /metrics; zeros without speculation."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         found = _SAMPLE.findall(answer.read().decode())
     totals = {name: int(float(value)) for name, value in found}

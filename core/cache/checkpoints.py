@@ -18,13 +18,14 @@ GAIN = 128
 thousand tokens or two."""
 
 INTERVAL = 64
-"""Tokens between the checkpoints of an answer, at least: at most so many of a text are computed again with
+"""Minimum of tokens between the checkpoints of an answer: at most this many of a text are computed again with
 its next turn. Saving costs the copy of a state, which each of these tokens reads and writes anyway."""
 
 SPARE = 256
-"""A prompt has spare ones behind its last multiple of 256, of 512, of 1,024 tokens and so on, for others that
-begin alike and leave it where nobody has before, mostly not far from its end. Evenly spaced by 1,024 they
-were so many that they drove each other out: of Mooncake's trace half as much was found."""
+"""Multiple of tokens at which a prompt has spare checkpoints: behind its last multiple of 256, of 512, of
+1,024 and so on, for prompts that begin alike and diverge where nobody has before, mostly not far from its
+end. Evenly spaced by 1,024 they were so many that they evicted each other: of Mooncake's trace half as much
+was found."""
 
 TAIL = 8
 """Last tokens of a prompt that are not counted on: a chat template may write them otherwise with the next
@@ -56,7 +57,7 @@ class Checkpoints:
         self._step = 0
 
     def next_step(self) -> None:
-        """Planning of another step begins."""
+        """Begin the planning of another step."""
         self._step += 1
 
     def usable(self, node: RadixNode) -> RadixNode:
@@ -67,7 +68,7 @@ class Checkpoints:
         return node
 
     def fresh(self, node: RadixNode) -> RadixNode | None:
-        """The nearest, at or above `node`, with a checkpoint, if that is of the step being planned."""
+        """The nearest node, at or above `node`, with a checkpoint, if that is of the step being planned."""
         while node.parent is not None and not node.checkpoint:
             node = node.parent
         return node if node.checkpoint and self._made[node] == self._step else None
@@ -106,7 +107,8 @@ class Checkpoints:
             self._spare[node] = None
 
     def pend(self, hold: Hold, tokens: int) -> int:
-        """A checkpoint for the state behind so many tokens that are not in the tree yet; 0: there is none."""
+        """A checkpoint for the state behind `tokens` tokens that are not in the tree yet; 0: there is
+        none."""
         pending = hold.pending
         if len(pending) == PENDING or (pending and not self._free):
             number = pending.pop(0)[1]
@@ -126,7 +128,7 @@ class Checkpoints:
         hold.pending = []
 
     def drop(self, node: RadixNode) -> None:
-        """The node leaves the tree."""
+        """Free the node's checkpoint, if it has one."""
         if node.checkpoint:
             del self._made[node]
             self._order.pop(node, None)

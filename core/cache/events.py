@@ -1,4 +1,4 @@
-"""What the prefix cache stored and removed, page by page, for routers that follow it."""
+"""Events of the prefix cache: the pages that it stored and removed, for routers that follow it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stored(msgspec.Struct, frozen=True):
     parent: int | None
     """Hash of the page before the first; None: the prefix begins here."""
     hashes: list[int]
-    """For each page the hash of the prefix up to its end, 1 to 2**64 - 1."""
+    """Hash of the prefix up to the end of each page, 1 to 2**64 - 1."""
     tokens: NDArray64
     """[pages * page size]"""
 
@@ -106,5 +106,5 @@ def _seed(root: RootKey) -> int:
 
 
 def _digest(data: bytes) -> int:
-    """Never 0."""
+    """The hash of `data`, never 0."""
     return int.from_bytes(blake2b(data, digest_size=HASH_BYTES).digest(), "big") or 1

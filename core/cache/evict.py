@@ -1,4 +1,4 @@
-"""Which cached pages are evicted first: functions from a leaf to its key; the smallest goes first.
+"""Eviction orders of cached pages: functions from a leaf to its key; the smallest goes first.
 
 A node's rank may only grow while it lives. The tree's queue relies on it: an entry whose rank has become
 too small is queued again when it comes up, so a match need not touch the queue. All
@@ -15,10 +15,12 @@ from core.config import Eviction
 EvictionKey = Callable[[RadixNode], int]
 
 HIT = 8
-"""Of 8, 32 and 128, with hits counted up to 1, 3 or without end, the only pair that lost nowhere."""
+"""Weight of a hit in look-ups. Of 8, 32 and 128, with hits counted up to 1, 3 or without end, this was the
+only pair that lost nowhere."""
 
 ACCESS_BITS = 64
-"""Of the lower part of a rank of two. One integer: at tuples the garbage collector has to look."""
+"""Bits of the lower part of a two-part rank. A rank is one integer: tuples would be scanned by the garbage
+collector."""
 
 
 def lru(node: RadixNode) -> int:

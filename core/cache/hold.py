@@ -27,4 +27,5 @@ class Hold(msgspec.Struct, eq=False):
     """Numbers of tokens behind which the prompt's states are to be saved, ascending, and whether they are
     saved only where a checkpoint is to spare."""
     pending: list[tuple[int, int]] = []
-    """Number of tokens, and the checkpoint that is saved behind them, of an answer under way."""
+    """Pending checkpoints of an answer under way: the number of tokens, and the checkpoint that is saved
+    behind them."""

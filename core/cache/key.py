@@ -1,4 +1,4 @@
-"""What makes two prefixes equal: their tokens, one int32 each, compared exactly.
+"""Keys of prefixes: the tokens, one int32 each, compared exactly.
 
 A key is kept as `bytes`, four per token: comparing two is one memcmp, and a page of it is a
 dictionary key without conversion. As numpy arrays the same walk was measured ten times slower.

@@ -79,7 +79,7 @@ class CacheManager:
         self._evicted_pages = 0
 
     def with_checkpoints(self, total: int | None) -> CacheManager:
-        """This cache, still empty, of a model with linear attention whose states can be saved so many times;
+        """This cache, still empty, of a model with linear attention whose states can be saved `total` times;
         None: it has none."""
         if total is not None:
             self._checkpoints = self._tree.checkpoints = Checkpoints(total)
@@ -173,9 +173,9 @@ class CacheManager:
         return hold
 
     def _marks(self, match: Match, num_tokens: int) -> dict[int, bool]:
-        """Where to save the states of a prompt: behind its last whole page, which is as much of it as an
-        equal or a longer one can use, and where it leaves what others have computed: the next that leaves it
-        there need not begin before. Those to spare: see `SPARE`."""
+        """Positions at which to save the states of a prompt: behind its last whole page, which is as much of
+        it as an equal or a longer prompt can use, and where it diverges from what others have computed: the
+        next prompt that diverges there need not begin before. Those to spare: see `SPARE`."""
         if not self.interval:
             return {}
         end = max(num_tokens - 1 - TAIL, 0) // self.page_size * self.page_size

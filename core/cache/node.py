@@ -1,4 +1,4 @@
-"""One edge of the radix tree with the pages along it: fields and split, no policy."""
+"""A node of the radix tree, with the pages along its edge: fields and split, no policy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RadixNode(msgspec.Struct, eq=False, gc=False):
     """Admissions that stood on this node."""
     priority: int = LOWEST
     pins: dict[str, int] | None = None
-    """By owner, the pins at this node or below it; None without any."""
+    """Number of pins at this node or below it, by owner; None without any."""
     checkpoint: int = 0
     """The number of a saved state of linear attention behind this node's last token; 0: none."""
     queued: bool = False

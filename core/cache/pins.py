@@ -24,7 +24,8 @@ Key = tuple[str, RadixNode, float]
 
 
 class Pin(msgspec.Struct, eq=False):
-    """One prefix under one owner. `used` counts uses of all pins, `expires` is on the caller's clock."""
+    """A pin: one prefix under one owner. `used` counts uses of all pins, `expires` is on the caller's
+    clock."""
 
     key: Key
     expires: float = 0.0

@@ -317,7 +317,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def _loose(self, node: RadixNode) -> bool:
-        """A leaf with pages, without locks and pins."""
+        """Whether a node is a leaf with pages, without locks and pins."""
         return not (node.children or node.locks or node.pins or node.parent is self.top)
 
     def check_queue(self) -> None:

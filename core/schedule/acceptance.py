@@ -11,7 +11,8 @@ from core.types import Ints
 MEMORY: Final = 64
 """Drafts over which a position's acceptance is averaged: a step of many rows has as many."""
 FADING: Final = 127 / 128
-"""What a step leaves of the weight of all before it: what has not been tried for long is soon corrected."""
+"""Factor that each step puts on the weight of all steps before it: an average that was not updated for long
+is soon corrected."""
 LEAST_WEIGHT: Final = 2.0
 """Drafts that the acceptance of the first position weighs at least; that of others fades away."""
 FIRST_GUESS: Final = 0.7
@@ -99,8 +100,8 @@ class Acceptance:
 
 
 def _by_position(taken: Ints, drafted: Ints, most: int) -> tuple[list[int], list[int], list[int]]:
-    """By position, up to `most`: the number of rows that had this draft, that had it accepted, and whose
-    first rejected draft it was. One count of pairs, then few sums: a third of the time of arrays."""
+    """For each position, up to `most`: the number of rows that had this draft, that had it accepted, and
+    whose first rejected draft it was. One count of pairs, then few sums: a third of the time of arrays."""
     had, accepted, rejected = [0] * (most + 1), [0] * (most + 1), [0] * (most + 1)
     width = most + 1
     cells = np.bincount(drafted * width + np.maximum(taken, 0), minlength=width * width).tolist()

@@ -16,7 +16,7 @@ Queue = Mapping[str, Collection[Request]]
 
 
 class Place(msgspec.Struct, eq=False):
-    """One place of the device."""
+    """A place for an adapter on the device."""
 
     number: int
     adapter: str = ""
@@ -80,13 +80,13 @@ class Places:
         self._drain(late)
 
     def take_due(self) -> list[tuple[str, int]]:
-        """(adapter, place): what is to be copied to the device, since the last call. Each is answered with
-        `placed` or `forget`."""
+        """(adapter, place) of the copies to the device that are due since the last call. Each is answered
+        with `placed` or `forget`."""
         due, self._due = self._due, []
         return due
 
     def placed(self, adapter: str) -> None:
-        """The copy is done."""
+        """The copy of `adapter` is done."""
         self._at[adapter].ready = True
 
     def enter(self, adapter: str) -> None:
@@ -105,11 +105,11 @@ class Places:
             self._use(place)
 
     def pin(self, adapter: str) -> None:
-        """Never give its place to another."""
+        """Never give the adapter's place to another."""
         self._pinned.add(adapter)
 
     def forget(self, adapter: str) -> None:
-        """Free its place: it has no rows, and is not on its way there any more."""
+        """Free the adapter's place: it has no rows, and is not on its way there any more."""
         self._pinned.discard(adapter)
         place = self._at.pop(adapter, None)
         if place is not None:
@@ -137,12 +137,12 @@ class Places:
     # -- choice ----------------------------------------------------------------------------------------
 
     def _turn(self, requests: Collection[Request]) -> tuple[int, int]:
-        """The smallest goes first. No two adapters have the same."""
+        """Sort key of an adapter's requests: the smallest goes first. No two adapters have the same."""
         return (-max(r.priority for r in requests) if self._urgent else 0, next(iter(requests)).number)
 
     def _idle(self, waiting: Queue) -> Place | None:
-        """The least recently used place that no request and no step uses, an empty one first. One whose own
-        requests are about to start is not idle, unless it is drained."""
+        """The least recently used place that no request and no step uses, an empty one first. A place whose
+        own requests are about to start is not idle, unless it is drained."""
         idle = [
             place
             for place in self._places
@@ -166,7 +166,7 @@ class Places:
         self._due.append((adapter, place.number))
 
     def _drain(self, count: int) -> None:
-        """Drain so many places, and no more. One without rows is not drained: its requests are about to
+        """Drain `count` places, and no more. A place without rows is not drained: its requests are about to
         start, and if nothing runs no plan would follow that could give the place away."""
         draining = [place for place in self._places if place.draining]
         for place in draining[count:]:

@@ -1,4 +1,4 @@
-"""What a waiting request needs to start: a slot, pages, and a place for its adapter."""
+"""Admission: gives a waiting request a slot, pages, and a place for its adapter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Admission:
         """Requests that the last step admitted."""
 
     def begin(self, now: float) -> None:
-        """Another step is planned."""
+        """Begin the planning of another step."""
         self.spare.begin()
         self.admitted = []
         if self._waiting.adapters:

@@ -86,7 +86,7 @@ class PlanBuilder:
         self._writes.append((slots, indices, pages))
 
     def save(self, slot: int, tokens: int, checkpoint: int) -> None:
-        """Keep the slot's states behind so many tokens; checkpoint 0: do not."""
+        """Keep the slot's states behind `tokens` tokens; checkpoint 0: do not."""
         if checkpoint:
             self._saves[checkpoint] = Save(slot, tokens, checkpoint)
 

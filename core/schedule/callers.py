@@ -48,7 +48,7 @@ class Callers:
         return len(self._here) > 1
 
     def share(self, now: float) -> bool:
-        """Whether more than one has requests here, or had lately."""
+        """Whether more than one caller has requests here, or had some lately."""
         return len(self._here) > 1 or now < self._shared_until
 
     def served(self, caller: str) -> float:
@@ -71,7 +71,7 @@ class Callers:
         self._here[caller] = self._here.get(caller, 0) + 1
 
     def leave(self, caller: str, now: float) -> None:
-        """One of its requests has ended."""
+        """One of the caller's requests has ended."""
         self._here[caller] -= 1
         if not self._here[caller]:
             if self.several:

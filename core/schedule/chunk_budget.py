@@ -36,12 +36,12 @@ pause so much that larger steps would not end them earlier. Up to four callers o
 64 streams of an 8B have less. Predicted there: p99 inter-token latency 66 ms for 249, the same throughput and
 first tokens; 0.3% less throughput in c256."""
 MOST_EXCESS: Final = 4.0
-"""Times the known seconds, or the average: more is an accident."""
+"""Limit on seconds, as a multiple of the known seconds or the average: more is an accident."""
 MIXED: Final = 64
 """Steps with rows and chunks after which one has no chunks, where no cost is measured, so that it is known
 what rows alone take: chunks pay what their step takes longer. 0.05% of an 8B's time."""
 SCALES: Final = (0.5, 2.0)
-"""What measured seconds of steps with chunks may be of the predicted ones."""
+"""Bounds of the ratio of measured to predicted seconds of steps with chunks."""
 SEVERAL: Final = 4
 """Minimum number of prompts in a step that is cut to a padded size. The last prompt gets its first token one
 step later; with fewer prompts this costs more than the padding."""

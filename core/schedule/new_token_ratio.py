@@ -27,13 +27,13 @@ class NewTokenRatio:
         self.value = self._start
 
     def step(self) -> None:
-        """One decode step went through."""
+        """Lower the ratio after a decode step that went through."""
         self.value = max(self.value - self._decay, self._floor)
 
     def retracted(self, made: int, asked: int, rows: int) -> None:
-        """Pages ran out: `rows` survivors have made `made` tokens of `asked`."""
+        """Raise the ratio after pages ran out: `rows` survivors have made `made` tokens of `asked`."""
         self.value = min(1.0, (made + RETRACT_ROOM * rows) / (asked + 1))
 
     def idle(self) -> None:
-        """Nothing runs: start careful again."""
+        """Start careful again, as nothing runs."""
         self.value = self._start

@@ -38,7 +38,7 @@ SHUFFLE_SEED = 0
 
 Policy = Callable[[Waiting], Iterable[Request]]
 Rank = Callable[[Request], float]
-"""The smallest goes first."""
+"""Sort key of a request: the smallest goes first."""
 Ranking = Callable[[list[Request]], Rank]
 
 
@@ -92,8 +92,8 @@ def _in_turn(waiting: Waiting, rank: Rank) -> Iterator[Request]:
 
 
 def ranked(ranking: Ranking) -> Policy:
-    """By rank, but those that ran already and those that have been overtaken often enough go first, as they
-    stand in the queue."""
+    """Order requests by rank, but put those that ran already and those that have been overtaken often enough
+    first, in queue order."""
 
     def policy(waiting: Waiting) -> list[Request]:
         line, overdue = list(waiting), waiting.overdue(OVERTAKEN)
@@ -104,12 +104,12 @@ def ranked(ranking: Ranking) -> Policy:
 
 
 def longest_output(_: list[Request]) -> Rank:
-    """The long ones overlap with everything that follows."""
+    """Longest output first: long answers overlap with everything that follows."""
     return lambda request: -request.params.max_tokens
 
 
 def shuffled(rng: random.Random) -> Ranking:
-    """Any order, from a seeded generator."""
+    """A ranking in any order, from a seeded generator."""
 
     def ranking(head: list[Request]) -> Rank:
         return {request: rng.random() for request in head}.__getitem__

@@ -26,13 +26,13 @@ from core.schedule.table import SlotTable
 from core.types import Floats, Ints
 
 OVERTAKING = 16
-"""Waiting requests that are considered for what a long prompt leaves of a step."""
+"""Waiting requests that are considered for the rest of a step behind a long prompt."""
 MATCHED = 32_768
-"""Tokens of them that are looked up in the tree, in 0.1 ms."""
+"""Tokens of these requests that are looked up in the tree, in 0.1 ms."""
 STARTED = 2**18
-"""Tokens of prompts, cached ones too, from which on no other starts in a step. One of 100,000 tokens, all of
-them cached, takes 0.6 ms to plan: without this limit 128 choices of it keep the event loop for 75 ms, with it
-for 2 to 5."""
+"""Prompt tokens, cached ones included, from which on no further prompt starts in a step. A prompt of 100,000
+tokens, all of them cached, takes 0.6 ms to plan: without this limit 128 choices of it keep the event loop for
+75 ms, with it for 2 to 5."""
 
 
 Prompt = tuple[Request, Ints]
@@ -115,7 +115,7 @@ class Prefills:
         self._time.planned(builder.now, builder.prompt_tokens, left)
 
     def learn(self, flight: InFlightStep, seconds: float, now: float) -> None:
-        """Its result came; it took the device `seconds`, or 0."""
+        """The result of a step came; the step took the device `seconds`, or 0."""
         self.budget.learn(seconds)
         self._time.came(now)
         for request in flight.rows[flight.decoding :]:

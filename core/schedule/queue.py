@@ -13,7 +13,7 @@ from core.schedule.callers import Callers
 
 
 class Waiting:
-    """In order of arrival, retracted requests in front; removal of any one is O(1).
+    """Queue of requests in order of arrival, retracted ones in front; removal of any one is O(1).
 
     A retracted request is queued from its retraction on, though it can start only after its in-flight tokens
     have arrived: requests behind it would otherwise take its pages in the meantime.
@@ -33,7 +33,7 @@ class Waiting:
         self._max_tokens = max_tokens
         self._number = 0
         self.prompts: dict[str, int] = {}
-        """Tokens to compute of `lines`."""
+        """Tokens to compute for the requests in `lines`, by caller."""
         self.refused: Counter[str] = Counter()
         """Requests by the reason why they were not taken."""
 
@@ -98,7 +98,7 @@ class Waiting:
                 self.adapters.setdefault(request.root.adapter, {})[request] = None
 
     def remove(self, request: Request) -> None:
-        """Raises `KeyError` for a request that is not here."""
+        """Remove a waiting request. Raises `KeyError` for one that is not here."""
         if request in self._returned:
             del self._returned[request]
         else:
@@ -125,7 +125,7 @@ class Waiting:
 
 
 def _drop(groups: dict[str, dict[Request, None]], name: str, request: Request) -> None:
-    """Remove it from the group of that name, and the group with its last one."""
+    """Remove a request from the group of that name, and the group with its last request."""
     del groups[name][request]
     if not groups[name]:
         del groups[name]

@@ -15,9 +15,9 @@ changes of the load. A measurement that comes later than this after the last one
 LATE: Final = 0.02
 """Fraction of recent forecasts that may have been too short."""
 MARGIN: Final = 1.1
-"""What forecasts are multiplied by beyond that: under overload nearly all who are taken are at the limit, and
-come late together when the device is a few percent slower than in the last seconds. A shorter queue serves as
-many."""
+"""Safety factor on the corrected forecasts: under overload nearly all requests that are taken are at the
+limit, and come late together when the device is a few percent slower than in the last seconds. A shorter
+queue serves as many."""
 LONGEST: Final = 600.0
 """Maximum of a forecast in seconds. While no prompt token is computed, since long answers have all slots, the
 rate falls towards 0."""

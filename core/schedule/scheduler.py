@@ -106,7 +106,7 @@ class Scheduler:
     # -- requests in and out ---------------------------------------------------------------------
 
     def add(self, requests: list[Request]) -> None:
-        """Queue all of them or raise (`RequestError`, `Overloaded`, `Unavailable`) and queue none."""
+        """Queue all `requests`, or raise (`RequestError`, `Overloaded`, `Unavailable`) and queue none."""
         for request in requests:
             _check(request, self._capabilities)
             if 0 < self._config.running_timeout < request.ran:

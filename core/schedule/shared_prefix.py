@@ -24,11 +24,11 @@ class SharedPrefix:
         """The row that others are compared with; its pages are known to begin with the shared ones."""
 
     def count(self) -> int:
-        """Pages; 0 while less than two rows run."""
+        """Number of shared pages; 0 while less than two rows run."""
         return self._count
 
     def join(self, rows: Sequence[Request], joined: Sequence[Request]) -> None:
-        """`joined` are the new ones among `rows`."""
+        """Update the count for `rows`, of which `joined` are new."""
         first = self._first
         alone = len(rows) - len(joined) < 2  # a row alone shares nothing that could be shortened
         if first is None or alone or self._due(rows, len(joined)):
@@ -38,7 +38,8 @@ class SharedPrefix:
             self._count = _shared(first, row, self._count)
 
     def leave(self, rows: Sequence[Request]) -> None:
-        """`rows` remain. What they shared with the others, they share among themselves."""
+        """Update the count when only `rows` remain. What they shared with the others, they share among
+        themselves."""
         if len(rows) < 2 or self._due(rows, 1):
             self._recount(rows)
         else:
@@ -65,7 +66,7 @@ def _pages(row: Request) -> list[int]:
 
 
 def _shared(first: Request, row: Request, most: int) -> int:
-    """Leading pages, at most `most`, that both have; the end is searched for by halves."""
+    """Number of leading pages, at most `most`, that both requests have, by binary search."""
     ours, theirs = _pages(first), _pages(row)
     most = min(most, len(theirs))
     if ours[:most] == theirs[:most]:

@@ -22,17 +22,17 @@ class SparePages:
         """Tokens that running requests may still add to the pool, at most `CLIP` of each. None: not known."""
 
     def begin(self) -> None:
-        """Another step is planned. Until the next one, requests only start or advance by what `add` and
-        `advance` are told."""
+        """Begin the planning of another step. Until the next one, requests only start or advance by what
+        `add` and `advance` are told."""
         self._growth = None
 
     def add(self, request: Request, cached: int) -> None:
-        """`request` has started behind its first `cached` tokens."""
+        """Count that `request` has started behind its first `cached` tokens."""
         if self._growth is not None:
             self._growth += _growth(request, cached)
 
     def advance(self, request: Request, start: int, end: int) -> None:
-        """The tokens from `start` to `end` of a request that runs are planned."""
+        """Count that the tokens from `start` to `end` of a running request are planned."""
         if self._growth is not None:
             self._growth += _growth(request, end) - _growth(request, start)
 

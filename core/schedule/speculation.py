@@ -16,19 +16,21 @@ ALLOWANCE: Final = 0.002
 FIRST_CREDIT: Final = 2.0
 """Plain steps that drafting may lose when it begins."""
 MOST_CREDIT: Final = 4.0
-"""Plain steps of gains that are kept against later losses, at least."""
+"""Minimum of the account's cap, in plain steps: gains up to the cap are kept against later losses."""
 STEPS_OF_CREDIT: Final = 8.0
-"""Drafting steps that are: results come late, and as many as are in flight have been paid for by then."""
+"""Minimum of the same cap in drafting steps: results come late, and the steps in flight have been paid for by
+then."""
 MARGIN: Final = 1.03
 """Gain from which on drafting begins."""
 LOSS: Final = 0.97
-"""Gain at which it ends: estimates of few rows err by more than the account lets them."""
+"""Gain at which drafting ends: estimates of few rows err by more than the account lets them."""
 PROBE: Final = 16
-"""Drafts of a step that tries whether they are accepted again, at least; half as many as there are rows."""
+"""Minimum number of drafts in a step that tries whether they are accepted again; half as many as there are
+rows."""
 REVIEW: Final = 8
-"""Steps between two looks at what drafts bring. A look takes the loop 0.1 ms, a small model's step 0.5."""
+"""Steps between two reviews of what drafts gain. A review takes the loop 0.1 ms, a small model's step 0.5."""
 REST: Final = 64
-"""The same while no drafts are verified, and so little changes."""
+"""Steps between two reviews while no drafts are verified, and so little changes."""
 
 CHUNK: Final = 256
 """When drafts beside prompts are chosen, prompt tokens are rounded up to a multiple of this, so that one
@@ -115,7 +117,7 @@ class DraftBudget:
         self.acceptance = Acceptance(most)
         self._verified: list[Verified] = []
         self._steps = 0
-        """Since the last review."""
+        """Steps since the last review."""
         self._choices: dict[tuple[int, ...], tuple[int, float]] = {}
         """Results of `_best` since the last review, by its arguments."""
         self._trials: dict[tuple[int, int, int], tuple[Grant, float]] = {}
@@ -143,7 +145,7 @@ class DraftBudget:
         return Grant(drafts if self._proposed else 0, self.most, able, proposes=self._account >= price)
 
     def _trial_of(self, rows: int, able: int, most: int) -> tuple[Grant, float]:
-        """What a step that tries drafts may verify, and its price as of the last review."""
+        """The grant of a step that tries drafts, and its price as of the last review."""
         key = (rows, able, most)
         if (found := self._trials.get(key)) is None:
             trial = Grant(min(most, max(self.most, PROBE, rows // 2)), self.most, able, proposes=True)
@@ -155,7 +157,8 @@ class DraftBudget:
         return not self._times.due and self._account >= (0.0 if self._proposed else price)
 
     def _switch(self, gain: float, price: float) -> bool:
-        """Whether drafting is on, now that it is expected to bring `gain`. Where it ends one try is left."""
+        """Whether drafting is on, now that it is expected to gain `gain`. When it ends, the account keeps at
+        most the price of one try."""
         was, self._on = self._on, gain > (LOSS if self._on else MARGIN)
         if was and not self._on:
             self._account = min(self._account, price)
@@ -177,9 +180,9 @@ class DraftBudget:
     def _best(
         self, rows: int, able: int, most: int, prompts: int = 0, usual: float = 1.0
     ) -> tuple[int, float]:
-        """How many drafts, at most `most`, make the most tokens a second, and how many times those of a plain
-        step. Beside `prompts` prompt tokens a draft is worth its share of a step without any, which makes
-        `usual` times the tokens of a plain one."""
+        """The number of drafts, at most `most`, that make the most tokens a second, and how many times those
+        of a plain step. Beside `prompts` prompt tokens a draft is worth its share of a step without any,
+        which makes `usual` times the tokens of a plain one."""
         verify, sizes = self._costs.verify, self._costs.sizes
         first = min(rows + prompts, len(verify) - 1 - most)
         plain, fixed = self._plain(rows), self._costs.draft[rows] + self._times.more - verify[first]
@@ -205,7 +208,7 @@ class DraftBudget:
         return self._costs.verify[rows] + self._times.plain
 
     def _price(self, grant: Grant, rows: int, prompts: int) -> float:
-        """What drafts cost beside `rows` rows and `prompts` prompt tokens, in plain steps."""
+        """Cost of drafts beside `rows` rows and `prompts` prompt tokens, in plain steps."""
         first = min(rows + prompts, len(self._costs.verify) - 1 - grant.drafts)
         more = (
             self._costs.verify[first + grant.drafts]

@@ -1,13 +1,13 @@
-"""What steps take beyond their measured costs, with drafts and without."""
+"""Averages of the step times beyond measured costs, for steps with drafts and without."""
 
 from __future__ import annotations
 
 from typing import Final
 
 AVERAGED: Final = 1 / 8
-"""Weight of a step."""
+"""Weight of a step in the averages."""
 MOST: Final = 4.0
-"""Times what such a step usually takes: more is an accident."""
+"""Limit on a step's time, as a multiple of what such a step usually takes: more is an accident."""
 FELT: Final = 0.1
 """Share of the device's seconds from which on the host counts."""
 LOOK: Final = 3
@@ -39,7 +39,8 @@ class StepTimes:
         self.more = 0.0
         """Average seconds of a drafting step beyond its costs and `plain`; may be negative."""
         self._weights = [1.0, 1.0]
-        """Of the next plain step and of the next one with drafts, among those of about `_rows` rows."""
+        """Weights of the next plain step and of the next one with drafts, among steps of about `_rows`
+        rows."""
         self._rows = 0
         self._before: bool | None = None
         """Whether the last step had drafts; None: it had prompts, or is unknown."""

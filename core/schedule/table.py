@@ -74,8 +74,8 @@ class SlotTable:
         return slot
 
     def _may_draft(self, request: Request) -> bool:
-        """Not one with a logit processor, which is called with the token before; nor one with a grammar while
-        as many draft as there may be."""
+        """Whether a request may have drafts: not with a logit processor, which is called with the token
+        before; nor with a grammar while as many draft as there may be."""
         if request.params.processor or request.grammar is None:
             return not request.params.processor
         masked = int((self.drafting & self.masked).sum())
@@ -110,7 +110,7 @@ class SlotTable:
         return 1 + (query_length - 1) * self.drafting[slots] if query_length > 1 else 1
 
     def lacking(self, slots: NDArray64, query_length: int) -> Ints:
-        """Tokens of such queries that each of `slots` has no page for; 0 or less: none."""
+        """Tokens of such queries for which each of `slots` has no page; 0 or less: none."""
         tokens = self.most[slots] + self.queries(slots, query_length)
         found: Ints = np.minimum(tokens, self.limit[slots]) - self.room[slots]
         return found

@@ -55,7 +55,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(params=[(depth, drafts) for depth in (0, 1, 2) for drafts in (0, 3)])
 async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIterator[Bench]:
-    """At every depth, with rows of one token and of several."""
+    """An engine at every depth, with rows of one token and of several."""
     depth, drafts = request.param
     bench = Bench(tokenizer, depth=depth, drafts=drafts)
     yield bench

@@ -29,7 +29,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
-    """Of the access log, as they come."""
+    """Records of the access log, as they come."""
     log, lines = logging.getLogger(middleware.__name__), Lines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)

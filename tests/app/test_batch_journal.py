@@ -1,4 +1,4 @@
-"""What is in an output file is done, whatever happened while it was written."""
+"""Batch journal: requests in an output file are done, whatever happened while it was written."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ END = 3
 
 
 def search(model: Model, rules: Rules) -> tuple[list[Found], int]:
-    """What `app.engine.beam_search` does, without an engine; and the rounds it took."""
+    """The result of `app.engine.beam_search` without an engine, and the rounds it took."""
     beams, prompts, rounds = Beams(rules), [[]], 0
     while True:
         beams.grow([model.row(prompt, 2 * rules.width) for prompt in prompts])
@@ -34,7 +34,7 @@ def score(model: Model, tokens: Sequence[int], rules: Rules) -> float:
 
 
 def whole(found: Found) -> tuple[int, ...]:
-    """Its tokens, with the end that it has."""
+    """The tokens of a beam, with the end that it has."""
     return (*found.tokens, *([] if found.end is None else [found.end.token]))
 
 
@@ -53,7 +53,7 @@ def every(model: Model, rules: Rules) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("ends", [frozenset(), frozenset({END}), frozenset({0, END})])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_wide_search_finds_the_best_of_all(seed: int, ends: frozenset[int], penalty: float) -> None:
-    """As wide as there are beams before the last token: nothing is lost on the way."""
+    """A search as wide as there are beams before the last token loses nothing on the way."""
     model = Model(seed, 4)
     rules = Rules(width=16, prompt=PROMPT, limit=3, penalty=penalty, ends=ends, logprobs=-1)
     found, _ = search(model, rules)
@@ -66,7 +66,7 @@ def test_a_wide_search_finds_the_best_of_all(seed: int, ends: frozenset[int], pe
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -1.0, 3.0])
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
 def test_narrow_searches_go_as_vllms_does(width: int, penalty: float, steps: bool) -> None:
-    """Also where it ends early: what is left out could not have changed the answer."""
+    """The results are vLLM's also where a search ends early: what is left out could not have changed them."""
     early = 0
     for seed in range(12):
         model = Model(seed, 11, steps)

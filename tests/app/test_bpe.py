@@ -23,7 +23,7 @@ from tests.rigs.assets import asset
 
 
 def metadata(content: dict[str, Any], pre: str | None, architecture: str = "glm4moe") -> dict[str, Any]:
-    """What llama.cpp's converter writes of a tokenizer.json."""
+    """Metadata that llama.cpp's converter writes for a tokenizer.json."""
     vocab = dict(content["model"]["vocab"]) | {
         each["content"]: each["id"] for each in content["added_tokens"]
     }
@@ -167,7 +167,7 @@ MERGED = [b"th", b"he", b"the", b" the", *(b"%d" % i for i in range(10, 50))]
 
 
 def small_tiktoken() -> bytes:
-    """Of 300 ranks. Here " the" is made by " " and "the" or by none: " th" is no token."""
+    """A tiktoken file of 300 ranks. Here " the" is made by " " and "the" or by none: " th" is no token."""
     tokens = [bytes([i]) for i in range(256)] + MERGED
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
 

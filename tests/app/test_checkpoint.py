@@ -382,7 +382,7 @@ def test_ends_and_a_vocabulary_that_transformers_does_not_read(tmp_path: Path) -
 
 
 def test_a_split_gguf_file(tmp_path: Path) -> None:
-    """Its first has the metadata, and the others tensors of which a config is made, too."""
+    """The first file has the metadata, and the others have tensors of which a config is made, too."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, split=1)
     first, second = sorted(tmp_path.glob("*.gguf"))

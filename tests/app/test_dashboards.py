@@ -55,7 +55,7 @@ LABELS = {
     "sglang:per_stage_req_latency_seconds_bucket": {"stage", "le"},
     "sglang:cache_config_info": {"page_size", "num_pages"},
 }
-"""Those that queries select or group by, besides `model_name` and `engine`."""
+"""Labels that queries select or group by, besides `model_name` and `engine`."""
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

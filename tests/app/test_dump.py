@@ -182,7 +182,8 @@ def test_files_are_of_a_size_and_few(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_file_that_was_removed_is_followed_by_another(folder: Path) -> None:
-    """By an operator who makes room, or by another server, which keeps a few files."""
+    """The file may be removed by an operator who makes room, or by another server, which keeps a few
+    files."""
     folder.mkdir(parents=True)
     files = Files(folder)
     files.append(iter([b"1\n"]))
@@ -236,7 +237,7 @@ async def test_a_slow_disk_costs_lines_and_no_memory(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The same as a disk that takes no more for a while: what waits is at its limit."""
+    """A full buffer stands for a slow disk: the lines that wait are at their limit."""
     monkeypatch.setattr(dump, "WAITING_BYTES", 10)
     async with server.http.post("/v1/completions", json={"prompt": PROMPT}, headers=key) as response:
         assert response.status == 200

@@ -50,7 +50,7 @@ async def test_a_stop_string_ends_the_request_and_takes_back_what_ran_ahead(
 
 @pytest.mark.parametrize("least", [0, 1, 12, 20, 40])
 async def test_a_stop_string_counts_behind_min_tokens(bench: Bench, tokenizer: Tokenizer, least: int) -> None:
-    """As in vLLM since its issue 21987."""
+    """The stop string counts as in vLLM since its issue 21987."""
     full = oracle(PROMPT.tolist(), 40, VOCAB)
     stop = next(chr(token) for token in full if 32 < token < 127 and full.count(token) > 1)
     at = next((n for n, token in enumerate(full) if token == ord(stop) and n >= least), None)
@@ -154,7 +154,8 @@ async def test_planning_pauses_while_delivery_lags_behind(tokenizer: Tokenizer) 
 async def test_steps_that_wait_for_the_loop_are_one_event(
     tokenizer: Tokenizer, single: bool, logprobs: int
 ) -> None:
-    """Of each request, unless its reader needs single tokens. The device here is faster than the loop."""
+    """A request has one event for all steps that wait, unless its reader needs single tokens. The device here
+    is faster than the loop."""
     bench = Bench(tokenizer, rows=2 * SLICE)
     sampling = SamplingParams(temperature=0, logprobs=logprobs)
     run = await bench.start("a", 40, n=2 * SLICE, sampling=sampling, single_tokens=single)
@@ -174,7 +175,8 @@ async def test_steps_that_wait_for_the_loop_are_one_event(
 async def test_a_busy_loop_sends_the_tokens_of_some_steps_as_one_event(
     tokenizer: Tokenizer, interval: int, logprobs: int
 ) -> None:
-    """But each request's first and last at once. Steps end one by one here; rows start at different ones."""
+    """Each request's first and last tokens come at once. Steps end one by one here; rows start at different
+    ones."""
     bench = Bench(tokenizer, eager=False, rows=2 * SLICE + 1, pages=1_000)
     bench.engine.set_stream_interval(interval)
     sampling = SamplingParams(temperature=0, logprobs=logprobs)
@@ -256,7 +258,7 @@ def test_events_have_more_tokens_the_busier_the_loop_is() -> None:
 
 
 async def test_a_slice_has_few_tokens_however_many_steps_wait(tokenizer: Tokenizer) -> None:
-    """Of rows with drafts, whose tokens are searched for a stop one by one."""
+    """Rows have drafts, and their tokens are searched for a stop one by one."""
     bench = Bench(tokenizer, depth=2, drafts=7, rows=3 * SLICE, pages=3_000)
     deliver, seen, slices = bench.engine._backlog.deliver, 0, list[int]()
 

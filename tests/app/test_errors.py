@@ -1,4 +1,4 @@
-"""What a request's end says to its client."""
+"""Errors that clients are told when a request ends."""
 
 from __future__ import annotations
 

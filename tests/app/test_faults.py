@@ -309,7 +309,7 @@ async def test_what_took_long_to_collect_is_not_walked_again(
 async def test_a_busy_server_collects_where_its_heap_has_grown(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not what is alive, however much that is: the streams would stand still for nothing."""
+    """Objects that are alive do not count, however many: the streams would stand still for nothing."""
     bench = Bench(tokenizer, eager=False)
     later: list[tuple[float, Callable[[], None]]] = []
     housekeeping = Housekeeping(bench.replicas, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
@@ -417,7 +417,7 @@ async def test_a_device_without_steps_does_not_hang(tokenizer: Tokenizer) -> Non
 
 
 async def test_an_adapter_on_its_way_hides_no_hang(tokenizer: Tokenizer) -> None:
-    """Its copy waits for steps, and so for ever where one never ends."""
+    """The adapter's copy waits for steps, and so for ever where a step never ends."""
     watched = Watched(tokenizer)
     bench = watched.bench
     await bench.start("a", 50)

@@ -190,7 +190,7 @@ async def test_unmarked_nothing_is_created(real: Real) -> None:
 
 
 def places(body: dict[str, Any], prompt: str) -> dict[float, str | None]:
-    """By seconds, the text that is kept."""
+    """The text that is kept, by seconds."""
     keep = kept(msgspec.convert(request(**body), MessagesBody), prompt)
     return {
         seconds: None if at is None else prompt[:at] for at, seconds in (() if keep is None else keep.marks)

@@ -1,4 +1,4 @@
-"""What a server with speculative decoding tells of drafts, and that one without tells nothing of them.
+"""Draft statistics of a server with speculative decoding; without it a server has none.
 
 The whole app runs over a fake device whose numbers of drafts are random."""
 
@@ -48,7 +48,7 @@ class Stack:
         bench.executor.results = results  # type: ignore[method-assign]
 
     def counts(self) -> DraftCounts:
-        """Of all steps."""
+        """Draft counts of all steps."""
         steps = drafted = accepted = 0
         for result in self.results:
             assert result.drafted is not None

@@ -1,4 +1,4 @@
-"""What the less usual parameters and routes do, by what reaches the engine and what is told."""
+"""Effects of the less usual parameters and routes, on what reaches the engine and on the answers."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ async def test_every_choice_has_the_rows_and_plans_carry_them(bench: Bench) -> N
 
 
 def test_a_root_no_client_can_spell() -> None:
-    """Nor another job: the key is drawn."""
+    """Another job cannot have the key either: it is drawn."""
     keys = {embedded(Job(id="x", prompt=""), rows(1), "p").root for _ in range(3)}
     assert len(keys) == 3
     assert all(key.own and key != RootKey(salt=key.own) for key in keys)

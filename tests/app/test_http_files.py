@@ -25,7 +25,7 @@ from tests.rigs.wait import until
 
 
 def kept(root: Path) -> list[str]:
-    """What lies in the directory."""
+    """Names of the files in the directory."""
     return sorted(path.name for path in (root / "files").iterdir())
 
 

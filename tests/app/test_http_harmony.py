@@ -25,13 +25,13 @@ TEMPLATE = ChatTemplate(template("gpt-oss"))
 NEXT = "<|start|>assistant"
 THOUGHT = f"<|channel|>analysis<|message|>I need it.<|end|>{NEXT}"
 CALL = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}'
-"""As the template writes it."""
+"""The call as the template writes it."""
 ASKED = [THOUGHT, CALL]
 ANSWER = [f"<|channel|>analysis<|message|>Rain.<|end|>{NEXT}", "<|channel|>final<|message|>", "It ", "rains."]
 USER = "<|start|>user<|message|>hi<|end|>"
 ROUND = f"{USER}{NEXT}{THOUGHT}{CALL}<|call|><|start|>functions.weather to=assistant<|channel|>commentary"
 ROUND += f'<|message|>"rain"<|end|>{NEXT}'
-"""What the model is shown after its call."""
+"""The prompt that the model gets after its call."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What clients may take of the server before they are served: connections, heads, bodies."""
+"""Limits on clients before they are served: connections, heads, bodies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def status(reader: asyncio.StreamReader) -> int:
-    """Of the next answer, whose body is left behind."""
+    """Status of the next answer, whose body is left unread."""
     head = await reader.readuntil(b"\r\n\r\n")
     return int(head.split()[1])
 
@@ -127,7 +127,7 @@ async def test_a_whole_body_is_counted_and_never_ended_for_others() -> None:
 
 
 async def test_a_whole_body_in_chunks_may_not_exceed_the_limit(start: Start) -> None:
-    """It arrives in one packet with its head, which does not say how long it is."""
+    """The body arrives in one packet with its head, which does not say how long it is."""
     server = await start(ServeConfig(max_body=4096))
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     reader, writer = await connect(server, head + b"%x\r\n%b\r\n0\r\n\r\n" % (5000, b" " * 5000))

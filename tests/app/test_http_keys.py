@@ -100,7 +100,7 @@ def rates(headers: dict[str, str]) -> dict[str, str]:
 
 
 async def counts(server: Server, who: str) -> dict[str, float]:
-    """What /metrics says of a key."""
+    """Counters of an API key in /metrics, by name."""
     _, text, _ = await ask(server, {}, "/metrics")
     return {
         name.removeprefix("loom_key_").removesuffix("_total"): value
@@ -379,7 +379,7 @@ async def test_control_routes_need_an_admin(server: Server) -> None:
 
 @pytest.fixture
 async def adapted(server: Server, tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Server]:
-    """With the adapters `sql` and `other`."""
+    """A server with the adapters `sql` and `other`."""
     limits = AdapterLimits(places=2, max_rank=8, host=4)
     bench = Bench(tokenizer, adapters=limits, roots=(tmp_path,))
     server.service.ready(msgspec.structs.replace(server.service.loaded, adapters=bench.adapters))

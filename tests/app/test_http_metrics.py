@@ -59,7 +59,7 @@ TYPES = {
         sglang:time_per_output_token_seconds sglang:per_stage_req_latency_seconds
     """,
 }
-"""Of every server."""
+"""Metrics of every server."""
 
 FEATURES = {
     "gauge": """
@@ -75,7 +75,7 @@ FEATURES = {
         vllm:spec_decode_num_accepted_tokens_total vllm:spec_decode_num_accepted_tokens_per_pos_total
     """,
 }
-"""With speculative decoding and adapters besides."""
+"""Metrics of speculative decoding and adapters."""
 
 
 def types(*tables: dict[str, str]) -> dict[str, str]:

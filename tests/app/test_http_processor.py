@@ -15,7 +15,7 @@ from tests.rigs.requests import CHAT, COMPLETIONS, GENERATE, body
 from tests.rigs.server import Server
 
 PICKLED = json.dumps({"callable": "80049563000000000000008c0a646978742e5f64696c6c94" * 20})
-"""What SGLang's clients send: pickled code."""
+"""Pickled code, as SGLang's clients send it."""
 
 
 @pytest.fixture

@@ -349,7 +349,7 @@ async def test_an_abort_by_id_ends_it(server: Server) -> None:
 @pytest.mark.parametrize("message", [None, "gone"])
 @pytest.mark.parametrize("turns", range(2, 14))
 async def test_an_abort_is_not_lost_in_a_cut(tokenizer: Tokenizer, turns: int, message: str | None) -> None:
-    """In whichever turn of the loop it comes, few tokens follow."""
+    """Few tokens follow, in whichever turn of the loop the abort comes."""
     bench, pieces = Bench(tokenizer), list[Piece]()
     watch = Watch(reading=Reading(reasoning=REASONING["think"], inside=True), budget=4)
     job = Job(id="a", prompt=PROMPT, sampling=GREEDY, max_tokens=400, ignore_eos=True)

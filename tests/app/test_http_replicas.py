@@ -61,7 +61,7 @@ async def test_what_is_no_number_is_refused(server: Server, sent: str) -> None:
 
 @pytest.fixture
 def two(server: Server) -> Server:
-    """Of two replicas, the second with one request more that waits."""
+    """A server with the statistics of two replicas, the second with more waiting requests."""
     (first,) = server.engine.statistics()
     scheduler = msgspec.structs.replace(first.scheduler, waiting=3)
     second = msgspec.structs.replace(first, scheduler=scheduler, finished={"abort": 5})

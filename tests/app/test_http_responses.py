@@ -27,7 +27,7 @@ async def server(start: Start, tmp_path: Path) -> Server:
 
 
 def prompt(server: Server) -> str:
-    """What the model was shown last."""
+    """The prompt of the model's last run."""
     shown = server.engine.runs[-1].job.prompt
     assert isinstance(shown, str)
     return shown

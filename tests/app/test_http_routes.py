@@ -22,11 +22,11 @@ ON_DISK = ("/v1/files", "/v1/batches", "/v1/responses/")
 """Kept without a model: answered from the first second."""
 
 ALWAYS_THERE = ("/", "/health", "/ping", "/metrics", "/version", "/api/version", "/openapi.json")
-"""They speak of the server, not of the model."""
+"""Routes that speak of the server, not of the model."""
 
 
 def message(answer: Any) -> str:
-    """Of an error, which is a text for Ollama's clients, and bare for Cohere's."""
+    """Message of an error, which is a text for Ollama's clients, and bare for Cohere's."""
     error = answer.get("error", answer)
     return error if isinstance(error, str) else error["message"]
 

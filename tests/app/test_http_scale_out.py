@@ -221,7 +221,8 @@ async def test_there_and_back_again(server: Server) -> None:
 
 
 async def test_tokens_may_be_named_by_vllms_word_for_their_ids(server: Server) -> None:
-    """As `/inference/v1/generate` of vLLM names them, in OpenAI's shape of log-probabilities."""
+    """The names of tokens are those of vLLM's `/inference/v1/generate`, in OpenAI's shape of
+    log-probabilities."""
     best = [
         {"token": "token_id:72", "logprob": -0.5, "bytes": None},
         {"token": "token_id:257", "logprob": -2.0},

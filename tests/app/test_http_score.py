@@ -23,7 +23,7 @@ REFUSED = ["/v1/rerank", "/rerank", "/v2/rerank", "/v1/classify", "/classify"]
 
 
 def told(token: int) -> float:
-    """What the fake says of a token, as a probability."""
+    """The fake's probability of a token."""
     return math.exp(-token / 100)
 
 
@@ -41,7 +41,7 @@ async def test_scores_are_the_labels_probabilities(server: Server, path: str) ->
 
 @pytest.mark.parametrize("field", ["rid", "request_id"])
 async def test_the_clients_id_is_that_of_the_jobs(server: Server, field: str) -> None:
-    """So that an abort by it reaches them."""
+    """An abort by the client's id reaches the jobs."""
     status, _ = await server.post("/v1/score", {**ASKED, field: "mine"})
     assert status == 200
     assert {run.job.id.partition("-")[0] for run in server.engine.runs} == {"mine"}

@@ -144,7 +144,7 @@ async def test_no_head_is_sent_to_a_client_that_is_gone(
 async def test_a_client_that_closes_before_its_answer_begins_is_no_error(
     server: Server, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also if it closes its half of the connection alone."""
+    """The client may close its half of the connection alone."""
     server.engine.manual = True
     counts, before = server.app[REQUEST_COUNTS], len(server.engine.runs)
     for how in (socket.SHUT_WR, socket.SHUT_RDWR):
@@ -291,7 +291,7 @@ async def test_streams_end_with_usage_where_the_operator_says_so(
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("parsed", [False, True])
 async def test_prompt_ids_are_told_once_beside_the_choices(server: Server, n: int, parsed: bool) -> None:
-    """Where vLLM's clients look for them; each choice has its own tokens."""
+    """The prompt's ids are where vLLM's clients look for them; each choice has its own tokens."""
     if parsed:
         know(server, reasoning="think")
     body = {"messages": HI, "max_tokens": 2, "n": n, "stream": True, "return_token_ids": True}
@@ -563,7 +563,7 @@ async def test_an_error_behind_the_last_events_follows_them(
 async def test_an_event_that_cannot_be_made_ends_its_own_stream(
     server: Server, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """It is made inside the engine's callback, where other streams' rows are next."""
+    """The event is made inside the engine's callback, where other streams' rows are next."""
 
     def unmade(*_: object) -> bytes:
         raise ValueError("secret")
@@ -615,7 +615,8 @@ STREAMED: dict[str, dict[str, Any]] = {
 async def test_a_streamed_answer_leaves_nothing_to_the_collector(
     featured: Server, path: str, leaves: bool
 ) -> None:
-    """Its objects are freed when it ends: a collection of those of many requests would stop every stream."""
+    """A stream's objects are freed when it ends: collecting those of many requests would stop every
+    stream."""
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body = {"model": "org/tiny", most: 200 if leaves else 9, "stream": True, **STREAMED[path]}
 

@@ -35,7 +35,7 @@ def masks(count: int) -> dict[str, Any]:
 
 
 def tensor(told: str) -> np.ndarray:
-    """As SGLang's clients read it."""
+    """Decode routed experts as SGLang's clients do."""
     flat = np.frombuffer(base64.b64decode(told), np.int32)
     return flat.reshape(-1, *ROUTED)
 

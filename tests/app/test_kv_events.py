@@ -63,7 +63,7 @@ def put(publisher: Publisher, *events: CacheEvent) -> None:
 
 @pytest.mark.parametrize("listens", [True, False])
 async def test_messages_are_vllms(make: Make, listens: bool) -> None:
-    """Also where the router listens and the server connects."""
+    """Messages are vLLM's also where the router listens and the server connects."""
     socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
     socket.subscribe(b"kv@pod@")
     try:

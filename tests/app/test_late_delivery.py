@@ -232,7 +232,7 @@ async def test_tokens_of_a_step_that_was_applied_in_part_are_not_delivered(
 async def test_tokens_before_logits_that_are_not_finite_are_delivered(
     tokenizer: Tokenizer, made: int
 ) -> None:
-    """In the first, a middle and the last token."""
+    """The case is met in the first, a middle and the last token."""
     bench = Bench(tokenizer, eager=False)
     other = await bench.start("a", 30)
     run = await bench.start("b", 12)

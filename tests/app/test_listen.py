@@ -1,4 +1,4 @@
-"""Where a server listens: a port or a Unix domain socket, with TLS or without."""
+"""Addresses that a server listens on: a port or a Unix domain socket, with TLS or without."""
 
 from __future__ import annotations
 
@@ -99,14 +99,15 @@ async def test_a_path_that_is_no_socket_is_left_alone(tmp_path: Path, kind: str)
 
 
 def _kept(path: Path) -> tuple[int, ...]:
-    """What leaving a path alone keeps: not the time of access, which following a link changes."""
+    """File status that stays when a path is left alone: not the time of access, which following a link
+    changes."""
     stat = path.lstat()
     return stat.st_ino, stat.st_mode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @pytest.mark.parametrize("files", [0, ACCEPTS // 2])
 async def test_too_few_open_files_are_an_error_of_the_operator(tmp_path: Path, files: int) -> None:
-    """For the socket, or for its handles."""
+    """Files are missing for the socket, or for its handles."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     serve = ServeConfig(port=0, data_dir=str(tmp_path / "data"))
     async with prepared(serve) as runner:
@@ -123,7 +124,7 @@ async def test_too_few_open_files_are_an_error_of_the_operator(tmp_path: Path, f
 async def test_a_port_taken_between_bind_and_listen_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another server that started at the same time."""
+    """The port is taken by another server that started at the same time."""
     with bind("127.0.0.1", 0) as own, bind("127.0.0.1", own.getsockname()[1]) as other:
         other.listen()
         monkeypatch.setattr("app.listen.bind", lambda *_: own)

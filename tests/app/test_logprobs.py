@@ -25,7 +25,7 @@ STEP = 600
 """Tokens of a step: a chunk is scored in three pieces, and the longest prompts take many chunks."""
 LENGTHS = [1, 255, 256, 257, 1500, 5000]
 NEAR = 2e-3
-"""Of two log-probabilities in float32, from sums in another order."""
+"""Tolerance of log-probabilities in float32, from sums in another order."""
 
 
 class Scores(NamedTuple):
@@ -56,7 +56,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tiny_model.Tiny:
 
 @pytest.fixture(scope="module")
 def scores(tiny: tiny_model.Tiny) -> dict[int, Scores]:
-    """Of a prompt of each length, no two of which begin alike."""
+    """Scores of a prompt of each length, no two of which begin alike."""
     found = {}
     for length in LENGTHS:
         seeded = torch.Generator().manual_seed(length)

@@ -1,4 +1,4 @@
-"""What the command line and `LLM` do with several nodes."""
+"""The command line and `LLM` with several nodes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def until_idle(llm: LLM) -> None:
-    """What was ended leaves at the engine's next turn; a request that runs to its end comes after."""
+    """Wait until all requests are gone: an ended one leaves at the engine's next turn, before a request that
+    runs to its end."""
     for _ in range(200):
         if llm._live.loaded.engine.idle:
             return
@@ -124,7 +125,7 @@ def test_a_stream_that_is_left_ends_its_request(llm: LLM) -> None:
 
 
 def test_a_stream_whose_loop_is_closed_ends_its_request(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """As after `asyncio.run` of a program that leaves `async for`: it says nothing of the engine's own."""
+    """The loop is closed as after `asyncio.run` of a program that leaves `async for`: nothing is logged."""
     loop = asyncio.new_event_loop()
     stream = llm.astream("abc", max_tokens=1900, ignore_eos=True)
     loop.run_until_complete(anext(stream))
@@ -218,7 +219,7 @@ def test_closing_ends_what_runs_and_every_thread(tmp_path: Path) -> None:
 
 
 def test_whoever_closes_waits_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the second one, as the exit of a program while a thread of it closes."""
+    """The second to close waits too, as the exit of a program while a thread of it closes."""
     llm = load(tmp_path)
     shut, join = llm._live.replicas.close, llm._thread.join
     closing, both, waits = threading.Event(), threading.Event(), list[int]()
@@ -328,7 +329,8 @@ print(next(pending) is not None)
 
 
 def test_a_program_that_forgets_to_close_ends_well(tmp_path: Path) -> None:
-    """Also while an answer is being made. It aborted, or hung, when threads met the interpreter's end."""
+    """The program ends well also while an answer is being made. It aborted, or hung, when threads met the
+    interpreter's end."""
     done = subprocess.run(
         [sys.executable, "-c", FORGETS, str(tmp_path)],
         capture_output=True,

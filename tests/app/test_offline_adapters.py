@@ -39,7 +39,7 @@ def opened(home: Path, **settings: Any) -> LLM:
 
 @pytest.fixture
 def llm(home: Path) -> Iterator[LLM]:
-    """With `a`, and room for two on the device and three in host memory; in the peers' words."""
+    """An `LLM` with `a`, and room for two on the device and three in host memory; in the peers' words."""
     settings: dict[str, Any] = {"max_loras": 2, "max_cpu_loras": 3, "lora_target_modules": ["all"]}
     with opened(home, enable_lora=True, lora_paths=[f"a={home / 'a'}"], **settings) as loaded:
         limits = loaded._live.replicas.capabilities.adapters
@@ -80,7 +80,7 @@ async def test_async_twins(llm: LLM, home: Path) -> None:
 
 
 def test_a_request_loads_its_adapter_once(llm: LLM, home: Path) -> None:
-    """Also where two threads bring it at once."""
+    """The adapter is loaded once also where two threads bring it at the same time."""
     with ThreadPoolExecutor(4) as pool:
         adapter = request(home, "b")
         answers = list(pool.map(lambda _: llm.generate("x", GREEDY, lora_request=adapter), range(8)))

@@ -22,7 +22,7 @@ NOT_GENERATING = ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/classify", "/class
 RANKS = PoolingSpec(kind="first", labels=("r",), activation="sigmoid", normalize=False)
 
 EXAMPLES = 3
-"""For each operation and mode; all of them together take some 5 s."""
+"""Examples for each operation and mode; all of them together take some 5 s."""
 
 
 async def get(server: Server) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class TestAgainstTheServer:
 
 
 def visit_ranks(told: dict[str, Any], url: str, session: Any) -> list[str]:
-    """What `visit` left out."""
+    """Visit the operations that `visit` left out."""
     import schemathesis
 
     found: list[str] = []

@@ -158,7 +158,7 @@ async def test_a_profile_is_written_where_the_server_says(operator: Operator, be
 
 
 async def test_a_profile_that_could_not_be_written_is_not_begun(bench: Bench, tmp_path: Path) -> None:
-    """It would be recorded for ever, since no stop could write it."""
+    """Such a profile would be recorded for ever, since no stop could write it."""
     (tmp_path / "file").touch()
     operator = Operator(bench.replicas, tmp_path / "file" / "traces")
     with pytest.raises(RequestError, match=r"file/traces cannot be made: Not a directory\. Set .*LOOM_CACHE"):

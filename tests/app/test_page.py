@@ -35,7 +35,7 @@ async def test_browsers_get_the_page_and_others_what_they_got(start: Start) -> N
 
 
 async def test_all_it_loads_is_relative_open_and_used(start: Start) -> None:
-    """Behind a prefix, without a key."""
+    """The page is behind a prefix, and is loaded without a key."""
     server = await start(ServeConfig(api_key=("secret",), root_path="/llm"))
     async with server.http.get("/llm/", headers=BROWSER) as response:
         page = await response.text()

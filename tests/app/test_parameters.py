@@ -102,7 +102,7 @@ CONSTRAINTS: dict[str, Case] = {
     "audio_data": Refused("x"),
     "suffix": Refused("x"),
 }
-"""What a body of every kind that generates may have."""
+"""Parameters that a body of every kind that generates may have."""
 
 SAMPLING: dict[str, Case] = {
     "temperature": Works(0.5),
@@ -548,7 +548,7 @@ async def test_an_unknown_field_is_no_error(able: Server) -> None:
 
 DEFAULTS = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05)
 INSIDE = {"/generate": "sampling_params", "/inference/v1/generate": "sampling_params", "/api/chat": "options"}
-"""Where a route takes sampling parameters, if not beside the prompt."""
+"""The field of a route's body with the sampling parameters, if they are not beside the prompt."""
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ TYPES = {key: {"type": "string"} for key in ("text", "é", "tags", "json", "empt
 SCHEMAS = {
     name: {"properties": TYPES | {"nested": {"type": "object"}, "deep": {"type": "array"}}} for name in NAMES
 }
-"""Of the arguments, for formats that write strings bare. `a` may be anything."""
+"""Schemas of the arguments, for formats that write strings bare. `a` may be anything."""
 
 
 def llama(calls: Made) -> str:
@@ -245,7 +245,7 @@ WRITERS: dict[Callable[[Made], str], str] = {
 }
 LEADS = {"hermes": "\n", "qwen3_coder": "\n\n", "glm": "\n", "minimax_m2": "\n"}
 LEADS |= dict.fromkeys(("deepseek_v32", "deepseek_v4", "seed_oss"), "\n\n")
-"""What templates write between text and calls."""
+"""Text that templates write between an answer's text and its calls."""
 
 MALFORMED = {
     "hermes": (

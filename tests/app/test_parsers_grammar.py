@@ -353,7 +353,7 @@ def test_definitions_are_copied_for_arguments_that_refer_to_them_and_not_too_oft
 
 
 def test_a_required_of_null_is_none() -> None:
-    """As Go's clients send a list that was never made."""
+    """Go's clients send null for a list that was never made."""
     tools = (Tool("trip", {"properties": {"a": {}}, "required": None}, True),)
     assert constraint(Wanted(tools=tools, calls="required"), TOOLS["qwen3_coder"], None) is not None
 

@@ -1,4 +1,4 @@
-"""What is counted of requests, jobs and steps, and when."""
+"""Metrics of requests, jobs and steps, and when they are counted."""
 
 from __future__ import annotations
 

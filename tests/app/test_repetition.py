@@ -1,4 +1,4 @@
-"""When a model goes round in circles: against a look at all of the text, and through the engine."""
+"""Detection of endless repetition: against a look at all of the text, and through the engine."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 
 
 def prompt(first: int, length: int) -> np.ndarray:
-    """One that shares no page with another `first`."""
+    """A prompt that shares no page with one of another `first`."""
     return (np.arange(length, dtype=np.int32) + 37 * first) % 290 + 3
 
 
@@ -198,7 +198,7 @@ async def test_a_replica_without_pages_has_no_free_slot(tokenizer: Tokenizer) ->
 
 
 async def test_where_all_are_full_the_shortest_line_takes_a_job(tokenizer: Tokenizer) -> None:
-    """What running requests hold does not count: those that hold more end sooner."""
+    """Running requests do not count by the pages they hold: those that hold more end sooner."""
     bench = Bench(tokenizer, eager=False, replicas=2, rows=ROWS)
     for i in range(ROWS):
         await bench.start(f"old{i}", 40, prompt=prompt(i, 60), replica=0)
@@ -217,7 +217,7 @@ async def test_where_all_are_full_the_shortest_line_takes_a_job(tokenizer: Token
 
 
 async def test_where_all_are_full_a_cached_prefix_is_worth_its_tokens(tokenizer: Tokenizer) -> None:
-    """Not the whole line, though it is half of the prompt."""
+    """The cached prefix is not worth the whole line, though it is half of the prompt."""
     bench = Bench(tokenizer, eager=False, replicas=2, rows=ROWS, pages=1000)
     await bench.start("seed", 2, prompt=prompt(0, 9), replica=0)
     await work(bench)

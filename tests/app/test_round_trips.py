@@ -1,4 +1,4 @@
-"""What a real model's chat template renders of an answer is what its parsers read, and the same goes back."""
+"""Round trips: parsers read the answers that real models' chat templates render, and the same goes back."""
 
 from __future__ import annotations
 

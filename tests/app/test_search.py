@@ -37,7 +37,8 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 class Likely(FakeExecutor):
-    """Its log-probabilities are those of `model` for the tokens that a row sees through its pages."""
+    """A fake whose log-probabilities are those of `model` for the tokens that a row sees through its
+    pages."""
 
     model = Model(3, VOCAB)
 
@@ -55,14 +56,14 @@ class Likely(FakeExecutor):
 
 
 class Said(Model):
-    """The same model, for what follows `PROMPT`."""
+    """The same model for tokens behind `PROMPT`."""
 
     def logprobs(self, tokens: Any) -> np.ndarray:
         return super().logprobs([*PROMPT.tolist(), *tokens])
 
 
 def fitted(bench: Bench) -> Bench:
-    """With log-probabilities that mean something."""
+    """The bench with log-probabilities that mean something."""
     executor = bench.executor
     executor.__class__ = Likely
     return bench

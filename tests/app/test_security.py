@@ -1,4 +1,4 @@
-"""What `SECURITY.md` names and no other test holds."""
+"""Promises of `SECURITY.md` that no other test holds."""
 
 from __future__ import annotations
 

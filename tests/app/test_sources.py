@@ -160,7 +160,7 @@ def test_an_error_names_the_variable(
 
 
 def test_an_empty_key_is_no_authentication_that_nobody_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """As `--api-key "$KEY"` where the variable is not set: the server took every request."""
+    """The key is empty in `--api-key "$KEY"` where the variable is not set: the server took every request."""
     assert "argument --api-key: a key must not be empty" in refused(capsys, "--api-key", "")
 
 

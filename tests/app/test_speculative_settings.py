@@ -92,7 +92,7 @@ def test_a_start_line_of_sglang_without_a_draft_model() -> None:
 
 
 def test_vllms_suffix_decoding_is_ngram() -> None:
-    """With its own text and former answers, as `ngram` has here by default."""
+    """Suffix decoding uses a request's own text and former answers, as `ngram` does here by default."""
     assert read(theirs(method="suffix")) == SpeculativeConfig(algorithm="ngram")
 
 

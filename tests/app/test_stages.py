@@ -1,4 +1,4 @@
-"""Who watches a start sees its stages, and how long the present one still takes."""
+"""Stages of a start, as those who watch it see them, and how long the present one still takes."""
 
 from __future__ import annotations
 

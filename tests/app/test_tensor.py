@@ -35,7 +35,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def whole(tensor: Dense) -> np.ndarray:
-    """In two reads, as if it were long."""
+    """The whole tensor in two reads, as if it were long."""
     middle = tensor.rows // 2
     return np.concatenate([tensor.floats(0, middle), tensor.floats(middle, tensor.rows)])
 
@@ -131,7 +131,7 @@ def test_other_arrays(array: np.ndarray) -> None:
 
 
 class Trap:
-    """What runs when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     sprung = False
 
@@ -185,7 +185,8 @@ def test_a_bomb_is_not_unpacked(how: int) -> None:
 
 
 def test_sizes_that_are_claimed() -> None:
-    """Of shape, storage, offset: nothing beyond the bytes that are there, and nothing allocated for it."""
+    """Claimed shapes, storages and offsets read nothing beyond the bytes that are there, and allocate
+    nothing."""
     good = saved(rows(3, 4))
     code = pickled(good)
     large = b"J\xff\xff\xff\x7f"

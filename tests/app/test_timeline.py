@@ -1,4 +1,4 @@
-"""Where a request's time went."""
+"""Timelines of requests: the time that each phase took."""
 
 from __future__ import annotations
 

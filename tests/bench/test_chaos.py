@@ -20,7 +20,7 @@ NAMES = [row.name for row in TABLE]
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For the servers, as the rows have them; and this process keeps its own limit of files."""
+    """One thread for the servers, as the rows have them; and this process keeps its own limit of files."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield

@@ -1,4 +1,4 @@
-"""What eviction orders find, beside the best that is possible."""
+"""Hits of eviction orders, beside the best that is possible."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, position: int) -> Tensor:
-    """Of heads [heads, DIM]."""
+    """Rotated heads [heads, DIM]."""
     angles = position / 10000.0 ** (torch.arange(0, DIM, 2) / DIM)
     first, second = x.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()

@@ -27,7 +27,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 4}, "stream": True}),
     ("/api/chat", {"messages": CHAT["messages"], "options": {"num_predict": 4}}),
 ]
-"""One of each way in which answers are read."""
+"""One route for each way in which answers are read."""
 LINE = {"event": "request", "key": "a", "at": 1, "method": "POST", "path": "/"}
 
 

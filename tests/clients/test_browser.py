@@ -46,7 +46,7 @@ async def answered(tab: Tab) -> str:
 
 
 async def fits(tab: Tab) -> None:
-    """Nothing is wider than the window, and what is typed into is in it."""
+    """Check that nothing is wider than the window, and that what is typed into is in it."""
     for width, scheme in ((360, "dark"), (1600, "light")):
         await tab.look(width, 640, scheme)
         assert await tab.run("document.documentElement.scrollWidth") <= width

@@ -41,7 +41,7 @@ def dockerfile(kind: str) -> dict[str, list[str]]:
 
 
 def image(kind: str, given: list[str] | None = None) -> list[str]:
-    """What a container of the image runs."""
+    """Command that a container of the image runs."""
     instructions = dockerfile(kind)
     own = json.loads(instructions["CMD"][-1])
     return [*json.loads(instructions["ENTRYPOINT"][-1]), *(own if given is None else given)]

@@ -87,7 +87,7 @@ class World:
     # -- the oracle
 
     def prefix(self, root: RootKey, tokens: Ints, page: int) -> Prefix | None:
-        """What page number `page` of `tokens` is cached under; None if that is not known yet."""
+        """The prefix under which page number `page` of `tokens` is cached; None if that is not known yet."""
         end = (page + 1) * self.size
         return (root, tokens[:end].tobytes()) if end <= len(tokens) else None
 
@@ -142,7 +142,7 @@ class World:
         assert not gone & self.pinned(), "evicted under a pin"
 
     def limit(self, owner: str) -> None:
-        """What pinning more than allowed does: the owner's oldest go, then anybody's."""
+        """Drop pins beyond the limits: the owner's oldest go first, then anybody's."""
 
         def pages(pins: list[Pinned]) -> int:
             return len({prefix for pin in pins for prefix in pin.prefixes})
@@ -154,7 +154,8 @@ class World:
             self.pins.remove(self.pins[0])
 
     def follow(self) -> None:
-        """Who follows the events knows every page that has no salt, with its adapter and its tokens."""
+        """Check that a router that follows the events knows every page without a salt, with its adapter and
+        its tokens."""
         for event in self.events.take():
             if isinstance(event, Stored):
                 tokens = event.tokens.tolist()

@@ -1,4 +1,5 @@
-"""Which prefixes of the tree have the states of linear attention, and what the scheduler makes of it."""
+"""Checkpoints: which prefixes of the tree have the states of linear attention, and how the scheduler uses
+them."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_a_turn_starts_from_the_answer_before() -> None:
 
 
 def test_long_prompts_have_spare_ones() -> None:
-    """They serve who leaves the prompt first, and give way before any other."""
+    """Spare checkpoints serve who leaves the prompt first, and give way before any other."""
     own = cache(8)
     play(own, seq(5000))
     assert play(own, branch(4700, 4800, 1)) == 4608

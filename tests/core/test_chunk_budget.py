@@ -37,7 +37,7 @@ def harness(target: float = 11.0, costs: ChunkCosts | None = COSTS, rows: int = 
 
 
 def decoding(h: Harness, rows: int = 1, max_tokens: int = 200) -> None:
-    """So many rows, their prompts behind them."""
+    """Let `rows` rows decode, their prompts behind them."""
     for row in range(rows):
         h.request([row + 1] * 4, max_tokens)
     for _ in range(3):
@@ -143,7 +143,7 @@ def test_one_prompt_beside_one_row_hardly_pauses() -> None:
 
 @pytest.mark.parametrize("weight", [0.5, 4.0])
 def test_prompts_take_their_share_by_the_seconds_that_steps_took(weight: float) -> None:
-    """On a device that takes 1 ms, and 0.1 ms for each token of a prompt. No cost was measured."""
+    """The device takes 1 ms for a step, and 0.1 ms for each token of a prompt. No cost was measured."""
     h = harness(target=0.0, costs=None, prefill_weight=weight)
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
     decoding(h, rows=4, max_tokens=2_500)
@@ -227,8 +227,8 @@ def test_short_prompts_do_not_wait_for_what_a_long_one_left() -> None:
 
 
 def test_a_long_prompt_that_waits_keeps_a_slot_from_short_ones() -> None:
-    """It waits until another prompt's debt is paid. Meanwhile later short requests, which decode 3,000
-    tokens, must not take the last slot."""
+    """The long prompt waits until another prompt's debt is paid. Meanwhile later short requests, which decode
+    3,000 tokens, must not take the last slot."""
     h = harness(target=0.0, costs=None, rows=6, prefill_weight=1.0)
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
     decoding(h, rows=4, max_tokens=4_000)
@@ -273,7 +273,7 @@ def test_a_row_alone_is_preempted_for_a_prompt_that_pauses() -> None:
 
 
 def test_the_end_of_a_long_prompt_pauses_too() -> None:
-    """Its last tokens would fit the account of short prompts."""
+    """The last tokens of a long prompt would fit the account of short prompts."""
     h = harness(target=0.0, costs=None, prefill_weight=1.0)
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
     decoding(h, rows=4, max_tokens=4_000)
@@ -298,7 +298,7 @@ def test_short_prompts_have_half_of_what_a_long_one_pays_back() -> None:
 
 
 def test_prompts_go_on_where_no_row_decoded_alone_before() -> None:
-    """What a step without chunks takes is not known then, nor what it would pay in."""
+    """The seconds of a step without chunks are not known then, nor what it would pay in."""
     h = harness(target=0.0, costs=None, prefill_weight=0.5)
     h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
     requests = [h.request([first] * 300, 40) for first in range(1, 9)]
@@ -338,7 +338,7 @@ def test_an_accident_does_not_stop_prompts_for_long() -> None:
 
 
 def test_a_slow_first_step_is_no_debt_of_prompts() -> None:
-    """It compiles something. The steps behind it do not take back what it paid in."""
+    """The first step compiles something. The steps behind it do not take back what it paid in."""
     h = harness(target=0.0, costs=None, prefill_weight=4.0)
     h.executor.seconds, h.executor.token_seconds = 2.0, 1e-4
     h.request([1] * 4, 3_000)
@@ -355,7 +355,7 @@ def test_a_slow_first_step_is_no_debt_of_prompts() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 5.0])
 def test_a_slow_first_prompt_is_no_debt_of_those_behind_it(depth: int, seconds: float) -> None:
-    """It warms up, alone. Prompts beside the first rows come before any step without chunks."""
+    """The first prompt warms up, alone. Prompts beside the first rows come before any step without chunks."""
     h = harness(target=0.0, costs=None, prefill_weight=40.0, depth=depth)
     h.executor.seconds, h.executor.token_seconds = seconds, 1e-5
     h.request([9], 1)
@@ -388,7 +388,7 @@ def test_a_lone_prompt_does_not_wait_for_steps_that_took_longer() -> None:
 
 
 def test_prompts_pay_though_no_step_was_without_them() -> None:
-    """What rows take alone is not known then: a step without chunks is made."""
+    """The seconds of rows alone are not known then: a step without chunks is made."""
     h = harness(target=0.0, costs=None, prefill_weight=1.0)
     h.executor.seconds, h.executor.token_seconds = 1e-2, 1e-4
     for row in range(4):

@@ -59,7 +59,7 @@ def test_a_step_grants_drafts_and_the_result_says_what_came() -> None:
 
 
 def test_a_row_may_bring_nothing() -> None:
-    """Its earlier step in flight reached the limit."""
+    """The row's earlier step in flight reached the limit."""
     h = Harness(drafts=3, samples=32)
     a, b = h.request([1, 2, 3], 4), h.request([4, 5, 6], 20)
     decoding(h, a, b)
@@ -209,7 +209,7 @@ def test_hidden_states_of_tokens_behind_a_stop_are_dropped(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_pages_follow_the_most_that_rows_can_write(depth: int) -> None:
-    """And no more than that: (depth + 1) queries ahead."""
+    """Rows have no more pages than that: (depth + 1) queries ahead."""
     h = Harness(pages=400, page_size=1, drafts=3, samples=32, depth=depth, seed=3)
     a = h.request([1, 2, 3], 60)
     while a.finish is None:
@@ -262,7 +262,8 @@ def test_tokens_of_a_retracted_row_count() -> None:
 
 @pytest.mark.parametrize("samples", [0, 9, 12])
 def test_a_step_samples_no_more_rows_than_the_device_can(samples: int) -> None:
-    """Also beside prompts, each of which may need one: the fake device checks every plan."""
+    """The limit holds also beside prompts, each of which may need a row: the fake device checks every
+    plan."""
     h = Harness(rows=8, drafts=3, samples=samples, seed=2)
     for start in range(12):
         h.request([start + 1, 2, 3], 12)
@@ -281,7 +282,7 @@ def test_prompts_are_not_starved_by_drafts() -> None:
 
 
 def test_the_limit_travels_to_the_slot() -> None:
-    """Of four tokens the last needs no KV."""
+    """The last of four tokens needs no KV."""
     h = Harness()
     h.request([1, 2, 3], 4)
     assert [new.limit for new in plan_of(h).new_slots] == [6]
@@ -339,7 +340,7 @@ def test_requests_with_grammars_draft_while_their_masks_are_few() -> None:
 
 
 def test_a_request_with_a_grammar_has_no_drafts_where_the_executor_masks_none() -> None:
-    """As where drafts are trees: masks are filled along chains."""
+    """Such executors have trees of drafts: masks are filled along chains."""
     table, harness = SlotTable(2, max_drafts=3, masked_drafts=0), Harness()
     grammar: Any = object()
     for masked in (None, grammar):

@@ -27,7 +27,7 @@ def request(
 
 
 def planned(harness: Harness, *slots: int) -> list[tuple[int, Floats | None]]:
-    """Where each chunk of these slots begins, and what it has of embeddings."""
+    """Start and embeddings of each chunk of these slots."""
     chunks = [c for plan in harness.executor.plans for c in plan.chunks if c.slot in slots]
     return [(chunk.start, chunk.embeds) for chunk in chunks]
 
@@ -59,7 +59,7 @@ def test_a_chunk_behind_them_has_none() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("flush", [False, True])
 def test_a_retracted_prompt_comes_again(depth: int, flush: bool) -> None:
-    """What its own key still finds is not computed twice; the rest is, from the same rows."""
+    """Pages that the prompt's own key still finds are not computed twice; the rest is, from the same rows."""
     harness = Harness(depth=depth, step_tokens=16)
     made = request(harness, rows(30), "a")
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Who is evicted: each policy by name, and all of them against a search of the whole tree."""
+"""Eviction order: each policy by name, and all of them against a search of the whole tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def put(tree: RadixTree, tokens: Sequence[int], pages: list[int], importance: in
 
 
 def use(tree: RadixTree, tokens: Sequence[int]) -> None:
-    """What an admission does to the nodes it stands on."""
+    """Use nodes as an admission that stands on them does."""
     tree.credit(tree.match(A, key(tokens)))
 
 

@@ -20,7 +20,7 @@ def given(harness: Harness, request: Request) -> list[list[int]]:
 
 
 def wanted(harness: Harness, request: Request, start: int = 0) -> list[list[int]]:
-    """Of all tokens but the last sampled one, which is never read."""
+    """Experts of all tokens but the last sampled one, which is never read."""
     tokens = [*request.prompt.tolist(), *harness.delivered[request.id][:-1]]
     return [[token, at] for at, token in enumerate(tokens)][start:]
 

@@ -1,4 +1,4 @@
-"""What one API key sends delays that key."""
+"""Fairness between API keys: what a key sends delays that key."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_caller_alone_has_steps_of_full_size_again() -> None:
 
 
 def started(h: Harness, *requests: Request) -> list[Request]:
-    """Of these in the order in which they began, after everything has run."""
+    """`requests` in the order in which they began, after everything has run."""
     h.run()
     for request in requests:
         h.check(request)
@@ -129,7 +129,7 @@ def test_priorities_come_before_turns() -> None:
 
 
 def test_a_long_prompt_under_way_waits_for_who_was_served_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps its pages and goes on in turns, and both answers are right."""
+    """The long prompt keeps its pages and goes on in turns, and both answers are right."""
     monkeypatch.setattr(prefill, "SHARED_CHUNK", 16)
     h = Harness(pages=128, rows=4, depth=0, step_tokens=64)
     long = h.request([i % VOCAB for i in range(200)], 4, caller="a")

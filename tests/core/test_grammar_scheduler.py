@@ -1,4 +1,4 @@
-"""What a grammar changes for the scheduler: rows that fail by themselves, ends before min_tokens."""
+"""Grammars in the scheduler: rows that fail by themselves, ends before min_tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_reasons_find_their_rows_when_others_have_left() -> None:
 
 
 def test_an_end_under_a_grammar_counts_before_min_tokens() -> None:
-    """It was sampled only because the grammar is complete; the plain request beside it goes on."""
+    """The end was sampled only because the grammar is complete; the plain request beside it goes on."""
     harness = Harness()
     add(harness, "a", min_tokens=5, stop_ids=frozenset({9}))
     plain = harness.request([4, 5, 6], 9, min_tokens=5, stop_ids=frozenset({9}))

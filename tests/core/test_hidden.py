@@ -15,7 +15,7 @@ B = [i * 11 % VOCAB for i in range(19)]
 
 
 def states(tokens: list[int]) -> list[list[int]]:
-    """What the fake device knows of tokens."""
+    """Hidden states of the fake device for tokens."""
     return [[token, at] for at, token in enumerate(tokens)]
 
 

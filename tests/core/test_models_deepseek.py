@@ -24,7 +24,7 @@ GLM_4_6: dict[str, object] = {
     "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True,
     "use_qk_norm": True, "vocab_size": 151552,
 }  # fmt: skip
-"""As zai-org/GLM-4.6 has it on the hub; the next two differ from it as there."""
+"""Config of zai-org/GLM-4.6 on the hub; the next two differ from it as there."""
 GLM_4_5 = {**GLM_4_6, "max_position_embeddings": 131072}
 GLM_4_5_AIR = {
     **GLM_4_5,
@@ -71,7 +71,7 @@ DEEPSEEK_V2_LITE: dict[str, object] = {
     "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
     "v_head_dim": 128, "vocab_size": 102400,
 }  # fmt: skip
-"""From deepseek-ai/DeepSeek-V2-Lite on the hub; the next one is from deepseek-ai/DeepSeek-V3."""
+"""Config of deepseek-ai/DeepSeek-V2-Lite on the hub; the next one is that of deepseek-ai/DeepSeek-V3."""
 DEEPSEEK_V3: dict[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}, "bos_token_id": 0,
@@ -102,7 +102,7 @@ KIMI_K2: dict[str, object] = {
     "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1,
     "vocab_size": 163840,
 }  # fmt: skip
-"""As moonshotai/Kimi-K2-Instruct has it: DeepSeek V3 but for these."""
+"""Config of moonshotai/Kimi-K2-Instruct: DeepSeek V3's but for these."""
 
 
 def test_a_config_of_deepseek_v2_lite() -> None:
@@ -157,7 +157,7 @@ def test_a_config_of_kimi_k2() -> None:
 
 
 def test_a_config_of_glm_4_7_flash() -> None:
-    """Of transformers' defaults, which are that model's."""
+    """The config has transformers' defaults, which are that model's."""
     sizes = {"hidden_size": 2048, "intermediate_size": 10240, "num_attention_heads": 20, "vocab_size": 154880}
     config = {"architectures": ["Glm4MoeLiteForCausalLM"], "num_hidden_layers": 47, **sizes}
     got = read_spec(config)
@@ -172,7 +172,7 @@ def test_a_config_of_glm_4_7_flash() -> None:
 
 
 def test_scores_are_scaled_whatever_stretches_rope() -> None:
-    """By mscale_all_dim, as in transformers; 0 is none."""
+    """Scores are scaled by mscale_all_dim, as in transformers; 0 is none."""
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0}
     by = (0.1 * math.log(40) + 1) ** 2
     for scaling, scores in (

@@ -82,7 +82,7 @@ def test_an_embedding_is_a_matrix() -> None:
 
 
 def test_what_is_no_number_is_named() -> None:
-    """Of some architectures sizes are arrays, one number a layer."""
+    """Some architectures have arrays of sizes, one number a layer."""
     shapes = TENSORS
     for name, value in (("attention.head_count", [4, 2]), ("rope.freq_base", "x"), ("block_count", 0)):
         with pytest.raises(ModelError, match=rf"llama\.{name} of the \.gguf file must be a "):

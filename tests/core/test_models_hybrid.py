@@ -22,7 +22,7 @@ QWEN3_NEXT: dict[str, Any] = {
     "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
-"""As Qwen/Qwen3-Next-80B-A3B-Instruct has it on the hub."""
+"""Config of Qwen/Qwen3-Next-80B-A3B-Instruct on the hub."""
 
 _ROPE = {
     "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
@@ -45,7 +45,7 @@ QWEN3_5_9B: dict[str, Any] = {
         "num_key_value_heads": 4, "num_hidden_layers": 32, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""As Qwen/Qwen3.5-9B has it, its vision tower shortened; the next as Qwen/Qwen3.6-35B-A3B."""
+"""Config of Qwen/Qwen3.5-9B, its vision tower shortened; the next is that of Qwen/Qwen3.6-35B-A3B."""
 QWEN3_6_35B: dict[str, Any] = {
     "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
     "tie_word_embeddings": False,

@@ -72,7 +72,7 @@ MIXTRAL_8X7B: dict[str, object] = {
     "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
 }  # fmt: skip
-"""As mistralai/Mixtral-8x7B-v0.1 has it, as the next two models on the hub."""
+"""Config of mistralai/Mixtral-8x7B-v0.1 on the hub, as are the next two."""
 PHI_4: dict[str, object] = {
     "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "bos_token_id": 100257,
     "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 17920,
@@ -99,7 +99,7 @@ GRANITE: dict[str, object] = {
     "num_key_value_heads": 8, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
     "rope_theta": 10000000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49159,
 }  # fmt: skip
-"""As ibm-granite/granite-3.3-2b-instruct has it on the hub."""
+"""Config of ibm-granite/granite-3.3-2b-instruct on the hub."""
 
 
 def test_a_config_of_granite() -> None:
@@ -118,7 +118,7 @@ QWEN15_MOE: dict[str, object] = {
     "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
-"""As Qwen/Qwen1.5-MoE-A2.7B has it on the hub."""
+"""Config of Qwen/Qwen1.5-MoE-A2.7B on the hub."""
 
 
 def test_a_config_of_qwen15_moe() -> None:
@@ -139,7 +139,7 @@ OLMO_2: dict[str, object] = {
     "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "use_cache": False, "vocab_size": 100352,
 }  # fmt: skip
-"""As allenai/OLMo-2-1124-7B-Instruct has it, the next as allenai/Olmo-3-7B-Instruct."""
+"""Config of allenai/OLMo-2-1124-7B-Instruct; the next is that of allenai/Olmo-3-7B-Instruct."""
 OLMO_3: dict[str, object] = {
     "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "dtype": "bfloat16", "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
@@ -216,7 +216,7 @@ GEMMA_2: dict[str, object] = {
     "query_pre_attn_scalar": 144, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
     "sliding_window_size": 4096, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 256000,
 }  # fmt: skip
-"""As google/gemma-2-27b-it has it, the next as google/gemma-3-1b-it and gemma-3-4b-it."""
+"""Config of google/gemma-2-27b-it; the next are those of google/gemma-3-1b-it and gemma-3-4b-it."""
 GEMMA_3: dict[str, object] = {
     "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid",
@@ -373,7 +373,7 @@ def test_mxfp4_is_of_gpt_oss_alone() -> None:
 @pytest.mark.parametrize("architecture", sorted(name for name, one in FAMILIES.items() if one.text_config))
 @pytest.mark.parametrize("method", ["mxfp4", "bitsandbytes"])
 def test_a_language_model_is_refused_as_one_without_a_tower(architecture: str, method: str) -> None:
-    """By the same words, whatever class the language model calls itself."""
+    """Both are refused in the same words, whatever class the language model calls itself."""
     quantised = {**BASE, "quantization_config": {"quant_method": method}}
     with pytest.raises(ModelError, match=f"config.json: quantization_config: quant_method '{method}'") as top:
         read_spec({**quantised, "architectures": [architecture]})

@@ -27,7 +27,7 @@ def test_requests_that_share_no_prefix_share_no_namespace(one: dict[str, str], o
 
 
 def test_slots_are_taken_in_turn() -> None:
-    """So that what is kept of the answers in a slot is written over as late as can be."""
+    """What a slot keeps of former answers is then overwritten as late as can be."""
     table, taken = SlotTable(3), []
     for at in range(7):
         request = Request(str(at), np.ones(2, np.int32), SamplingParams())

@@ -1,4 +1,4 @@
-"""Who gives up its pages, for whom, and what it finds when it comes back."""
+"""Retraction: who gives up its pages, for whom, and what it finds when it comes back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_later_arrivals_do_not_take_the_pages_of_a_retracted_request(depth: int,
 
 
 def overtakings(sent: list[Request]) -> list[tuple[str, str]]:
-    """Who was retracted, and who came later and was admitted before it was back."""
+    """Pairs of a request that was retracted and one that came later and was admitted before it was back."""
     found = []
     for at, request in enumerate(sent):
         moves = [(when, what) for when, what, _ in request.history if what != "chunk"]
@@ -91,7 +91,7 @@ def test_preemption_takes_the_youngest_of_equals() -> None:
 
 
 def test_nobody_is_preempted_where_a_cached_prefix_leaves_room() -> None:
-    """Of the newcomer's ten pages nine are those that the running request stands on."""
+    """Nine of the newcomer's ten pages are those that the running request stands on."""
     h = Harness(pages=16, rows=4, depth=0, order="priority", preemption_gap=1, conservativeness=0.01)
     low = h.request(range(36), max_tokens=12)
     h.turn()

@@ -1,4 +1,4 @@
-"""What the scheduler promises to one request, whatever the others do."""
+"""Promises of the scheduler to one request, whatever the others do."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_decode_rows_go_before_chunks_in_one_mixed_step() -> None:
 
 
 def test_a_step_starts_few_long_prompts_also_where_they_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To plan them takes the event loop time in any case."""
+    """Planning them takes the event loop time in any case."""
     monkeypatch.setattr(prefill, "STARTED", 80)
     h = Harness(depth=0, pages=128)
     requests = [h.request(range(40), max_tokens=8) for _ in range(5)]

@@ -35,12 +35,12 @@ def table(points: dict[int, float], sizes: Sequence[int] = SIZES) -> CostTable:
 DENSE = StepCosts(
     verify=table({1: 4.4, 64: 5.0, 256: 7.5, 512: 10.5, 1024: 17.0}), draft=table({1: 0.9, 32: 1.0, 256: 1.6})
 )
-"""Like an 8B on an H200."""
+"""Costs like those of an 8B on an H200."""
 EXPERTS = StepCosts(
     verify=table({1: 3.0, 2: 4.0, 4: 5.6, 8: 7.6, 16: 9.0, 32: 9.8, 64: 10.5, 256: 13.0, 1024: 26.0}),
     draft=table({1: 0.6, 32: 0.7, 256: 1.2}),
 )
-"""Like a mixture of experts: a few tokens more wake many more of them."""
+"""Costs like those of a mixture of experts: a few tokens more wake many more of them."""
 
 
 class Load(NamedTuple):
@@ -132,7 +132,7 @@ class Simulation:
 
     @staticmethod
     def _seconds(costs: CostTable, count: int) -> float:
-        """Of the next size, as graphs are padded."""
+        """Seconds of the next size, as graphs are padded."""
         return costs.seconds[min(bisect_left(costs.sizes, count), len(costs.sizes) - 1)]
 
 
@@ -161,7 +161,7 @@ def simulated(
     host: tuple[float, float] = (0.0, 0.0),
     bursts: bool = False,
 ) -> Simulation:
-    """With at most `drafts` a row, always or as the costs tell. `slots` requests run at once."""
+    """A simulation with at most `drafts` a row, always or as the costs tell. `slots` requests run at once."""
     pages = -(-(load.tokens + 8) // 16) + 1
     rows = min(load.rows, slots)
     capabilities = Capabilities(
@@ -177,7 +177,7 @@ def simulated(
 
 
 def chances(length: float) -> tuple[float, ...]:
-    """Those that make rows of `length` tokens a step with all drafts, falling with the position."""
+    """Chances that make rows of `length` tokens a step with all drafts, falling with the position."""
     low, high = 0.0, 1.0
     while high - low > 1e-6:
         middle = (low + high) / 2
@@ -359,7 +359,7 @@ def test_only_rows_that_may_have_drafts_reserve_pages_for_them() -> None:
 
 
 def test_steps_without_drafts_reserve_nothing() -> None:
-    """Where verification never pays."""
+    """Verification never pays here."""
     dear = StepCosts(CostTable((1, 2, 64), (1.0, 100.0, 200.0)), CostTable((1,), (10.0,)))
     h = Harness(pages=200, page_size=1, drafts=7, samples=64, depth=0, costs=dear)
     a = h.request([1, 2, 3], 60)

@@ -28,7 +28,7 @@ def turns(h: Harness, request: Request) -> int:
 
 @pytest.mark.parametrize("caller", ["", "other"])
 def test_an_urgent_prompt_goes_before_a_long_one_under_way(caller: str) -> None:
-    """Also one of the same caller."""
+    """The long prompt may be one of the same caller."""
     h = Harness(pages=5_000, rows=8, step_tokens=128, order="priority", prefill_weight=0)
     long = h.request(LONG, 1)
     for _ in range(3):

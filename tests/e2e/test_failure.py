@@ -24,8 +24,8 @@ PARALLEL = (
     ("--tp", "2"),
     ("--dp", "2", "--load-balance-method", "round_robin"),
 )
-"""Of two ranks one breaks, and the other waits for it. Of two replicas one has the other stream, and the
-second breaks."""
+"""Flags of the servers. Of two ranks one breaks, and the other waits for it. Of two replicas one has the
+other stream, and the second breaks."""
 
 
 def enough_gpus(parallel: tuple[str, ...]) -> pytest.MarkDecorator:

@@ -19,10 +19,10 @@ from tests.rigs.wait import PATIENCE
 
 LONG = {"prompt": "x" * 50, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 BACKENDS = ("torch", "prefill=torch,decode=cpu")
-"""Without a C compiler, and with one."""
+"""Attention backends without a C compiler, and with one."""
 
 WHOLE = {**LONG, "max_tokens": 600}
-"""To its end, which takes 2 ms a token. It must still run when the server drains."""
+"""A request that runs to its end, which takes 2 ms a token. It must still run when the server drains."""
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 async def http(world: World) -> AsyncIterator[aiohttp.ClientSession]:
-    """With every adapter loaded."""
+    """A session with every adapter loaded."""
     async with aiohttp.ClientSession(world.server.url) as session:
         await world.server.ready(session)
         for name in NAMES:
@@ -108,7 +108,7 @@ async def complete(http: aiohttp.ClientSession, body: dict[str, Any]) -> list[li
 
 
 async def streamed_ids(answer: aiohttp.ClientResponse) -> list[list[int]]:
-    """The same of a stream."""
+    """Token ids of each choice of a stream."""
     events = await read_events(answer)
     assert events.pop() == "[DONE]"
     ids: dict[int, list[int]] = {}

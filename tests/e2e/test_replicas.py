@@ -19,7 +19,7 @@ from tests.rigs.wait import PATIENCE
 
 LONG = {"prompt": "x" * 50, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 WHOLE = {**LONG, "max_tokens": 600}
-"""To its end, which takes 2 ms a token. It must still run when the server drains."""
+"""A request that runs to its end, which takes 2 ms a token. It must still run when the server drains."""
 PROMPTS = [f"{number} sheep " * (number + 1) for number in range(8)]
 DP = ("--dp", "2", "--load-balance-method", "round_robin", "--control-routes")
 

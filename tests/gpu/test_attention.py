@@ -1,4 +1,4 @@
-"""What `AttentionBackend` promises, against a loop over rows, heads and positions."""
+"""The contract of `AttentionBackend`, against a loop over rows, heads and positions."""
 
 from __future__ import annotations
 

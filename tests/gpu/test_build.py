@@ -1,4 +1,4 @@
-"""From settings to an executor that answers."""
+"""Building an executor that answers, from settings."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_dtype_of_the_computation(
     chosen: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU with products of bfloat16."""
+    """The CPU has products of bfloat16."""
     monkeypatch.setattr("gpu.targets.multiplies_bfloat16", lambda: True)
     spec = msgspec.structs.replace(spec_of(path), dtype=checkpoint, task=task)
     assert choose_dtype(ModelConfig(dtype=name), spec, torch.device(device)) == chosen

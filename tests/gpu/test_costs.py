@@ -35,7 +35,7 @@ ROWS, DRAFTS, VOCAB = 24, 3, 1000
 
 @pytest.fixture(autouse=True)
 def measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in as little time as other tests take for it."""
+    """Measure longer than other tests do."""
     monkeypatch.setattr("gpu.step.costs.SECONDS", 0.6)
 
 
@@ -104,7 +104,7 @@ CHUNKS = Shape(4, 512, 4, 64, 16, VOCAB, HiddenShape(8, torch.float32))
 
 
 def test_chunks_have_a_cost_by_tokens_and_one_by_keys() -> None:
-    """Of a device on which a token takes a second, and a query and a key a hundredth of one."""
+    """The device takes a second for a token, and a hundredth of one for a query and a key."""
     tables, plans = SlotTables(4, 64, CPU), list[StepPlan]()
 
     def launch(plan: StepPlan) -> LaunchedStep:

@@ -1,5 +1,5 @@
-"""What `gpu.kernels.cpu` computes, against torch's operations in float64; how it is compiled; and whole
-answers with it and without."""
+"""The kernels of `gpu.kernels.cpu`, against torch's operations in float64; how they are compiled; and whole
+answers with them and without."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_norm(kernels: Kernels, rows: int, width: int, adds: bool) -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 1536), (33, 1000)])
 def test_silu(kernels: Kernels, rows: int, width: int) -> None:
-    """Of every size of number: e^x has neither overflow nor a wrong sign."""
+    """Numbers are of every size: e^x has neither overflow nor a wrong sign."""
     both = torch.randn(rows, 2 * width)
     both[0, :8] = torch.tensor([0.0, -0.0, 88.0, -88.0, 1e4, -1e4, 1e-30, -20.0])
     gate, up = both.double().chunk(2, -1)
@@ -282,7 +282,7 @@ def test_answers_are_those_of_torch(variant: str, flags: str, tmp_path: Path) ->
 
 
 def test_a_model_that_they_do_not_compute(tmp_path: Path) -> None:
-    """It is torch's, unless the kernels are asked for by name."""
+    """The model runs in torch, unless the kernels are asked for by name."""
     path = tiny_model.build("gpt-oss", tmp_path).path
     serve(path, "").close()
     with pytest.raises(ConfigError, match="decode=torch"):

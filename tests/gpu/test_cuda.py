@@ -214,7 +214,7 @@ def test_bfloat16_is_within_its_own_error(path: Path) -> None:
 def test_one_row_is_within_its_own_error(
     name: str, head_dim: int, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernel for few rows, on both sides of the length from which another one serves."""
+    """The kernel for few rows is used, on both sides of the length from which another one serves."""
     from gpu.kernels.attention.cluster_decode import CAPABILITY, ClusterDecode  # imports Triton
 
     called, run = [], ClusterDecode.__call__
@@ -259,7 +259,7 @@ def test_8_bits_are_near_and_graphs_change_nothing(path: Path, chosen: dict[str,
 
 
 def test_blocks_are_near_and_graphs_change_nothing(tmp_path: Path) -> None:
-    """In a model whose matrices have whole blocks: in others these would stay as they are."""
+    """The model has matrices of whole blocks: others would stay as they are."""
     path = tiny_model.build("qwen3-moe-wide", tmp_path).path
     check_coarse(path, {"quantization": "fp8-blocks"})
 
@@ -319,8 +319,8 @@ def check_near(path: Path, plain: Path, dtype: str, chosen: dict[str, str]) -> N
 
 
 def test_a_closed_executor_gives_its_memory_back(moe: Path) -> None:
-    """To the device, though somebody still holds it; so does one that sleeps. Reserved is what torch has
-    taken from the device for this process, in use or not."""
+    """Memory goes back to the device, though somebody still holds the executor; so it does when one sleeps.
+    Reserved is what torch has taken from the device for this process, in use or not."""
     executor(moe, "cuda", "bfloat16").close()  # what a process takes once
     before = torch.cuda.memory_reserved()
     made = executor(moe, "cuda", "bfloat16", kv_tokens=4 << 20)

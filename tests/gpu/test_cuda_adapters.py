@@ -56,7 +56,7 @@ def executor(
 
 
 def adapters(path: Path, root: Path, scale: float = 1.0) -> dict[str, Path]:
-    """Of different ranks; `scale`: of what they change."""
+    """Adapters of different ranks; `scale` multiplies what they change."""
     found = {}
     for seed, name in enumerate(NAMES[1:], 1):
         rank = 5 * seed
@@ -131,7 +131,7 @@ def test_every_graph_is_its_work_bit_by_bit(path: Path, tmp_path: Path) -> None:
 
 
 def test_rows_without_an_adapter_are_those_of_a_plain_step(path: Path, tmp_path: Path) -> None:
-    """In the graphs of adapters, whose products differ from the plain ones in their kernels."""
+    """Such rows run in the graphs of adapters, whose products differ from the plain ones in their kernels."""
     found = []
     with running(path, tmp_path, "float32") as runner:
         plan = full(8, False, 8)

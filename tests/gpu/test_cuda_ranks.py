@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 STEPS = int(os.environ.get("LOOM_RANDOM_STEPS", "2000"))
-"""Of random batches."""
+"""Number of steps with random batches."""
 
 SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8, prefill_weight=0)
 LIMITS = AdapterLimits(places=2, max_rank=8, host=4, targets=TARGETS)

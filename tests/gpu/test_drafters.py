@@ -1,4 +1,4 @@
-"""What drafters leave in the tables, against plain torch over each row's whole text at once."""
+"""Drafts that drafters leave in the tables, against plain torch over each row's whole text at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.rigs.runner import GREEDY, Rig
 from tests.rigs.tiny_model import VOCAB, Tiny
 
 LENGTHS = [2, 12, 16, 61, 90, 7, 130]
-"""Of prompts: those of more than 48 tokens come in several chunks."""
+"""Lengths of prompts: those of more than 48 tokens come in several chunks."""
 
 
 class Made(NamedTuple):
@@ -105,7 +105,7 @@ class Guesses:
         self._fused: dict[bytes, torch.Tensor] = {}
 
     def fused(self, text: torch.Tensor) -> torch.Tensor:
-        """What the draft reads of the target's states behind each token."""
+        """The draft's input from the target's states behind each token."""
         key = text.numpy().tobytes()
         if key not in self._fused:
             states = self._reference(text[None], output_hidden_states=True).hidden_states
@@ -152,7 +152,7 @@ class Guesses:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Of the layers that the heads of `draft_heads` are for."""
+    """A target with the layers that the heads of `draft_heads` are for."""
     return tiny_model.build("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=6)
 
 
@@ -188,8 +188,8 @@ def jobs() -> list[Job]:
 async def test_drafts_are_those_of_the_whole_text(
     engines: Engines, tiny: Tiny, tmp_path: Path, name: str, samples: int, retract: bool
 ) -> None:
-    """Of several rows at once, behind prompts in chunks and across pages; and where prompts and answers come
-    from the cache. In 9 samples there is room for the blocks of two rows."""
+    """Drafts of several rows at once, behind prompts in chunks and across pages; and where prompts and
+    answers come from the cache. In 9 samples there is room for the blocks of two rows."""
     texts = {answer.run.prompt.tobytes(): answer for answer in (await engines.plain(jobs())).values()}
     made = list[Made]()
     head = drafters.head(name, tmp_path, samples=samples)

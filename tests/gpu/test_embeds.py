@@ -89,7 +89,7 @@ def test_a_row_is_its_embedding_whatever_its_id(tiny: Tiny) -> None:
 
 
 def test_ids_may_follow_embeddings(llama: Tiny) -> None:
-    """As after a retraction: what was made is known by its ids."""
+    """After a retraction the output is known by its ids."""
     rig = Rig(llama.path)
     want = rig.generate(1, A, 4)
     ids = [*[0] * 30, *A[30:]]

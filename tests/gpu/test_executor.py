@@ -131,7 +131,8 @@ def test_a_failed_wait_is_the_last_thing_heard() -> None:
 
 
 def test_what_was_launched_behind_a_failure_is_waited_for() -> None:
-    """Its end may be what the launch thread waits for: masks follow the tokens of the step before."""
+    """The end of a later launch may be what the launch thread waits for: masks follow the tokens of the step
+    before."""
     runner = ScriptedRunner(fail_wait=0)
     executor = LocalExecutor([runner], CAPS)
     executor.start(lambda: None)
@@ -190,7 +191,7 @@ def test_a_runner_is_closed_when_no_thread_is_left_that_could_use_it() -> None:
 
 
 def test_a_runner_that_failed_is_left_alone() -> None:
-    """Its device may take no call any more."""
+    """The runner's device may take no call any more."""
     runner = ScriptedRunner(fail_launch=1)
     run(runner, 3)
     assert runner.closed_among is None

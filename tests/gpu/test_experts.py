@@ -1,4 +1,4 @@
-"""Which experts tokens were routed to is what transformers' routers say, whatever the plan looked like."""
+"""Routed experts are those that transformers' routers choose, whatever the plan looked like."""
 
 from __future__ import annotations
 

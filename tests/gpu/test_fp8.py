@@ -152,8 +152,9 @@ def test_a_model_in_fp8_takes_numbers_and_scales_as_they_are(
 
 
 def test_latents_are_made_by_dequantised_matrices(tmp_path: Path) -> None:
-    """What makes keys and values is dequantised, and so is what makes latents, whose last block of rows is a
-    part; other matrices stay e4m3 where they are held so. The text is that of what the numbers stand for."""
+    """Matrices that make keys and values are dequantised, and so are those that make latents, whose last
+    block of rows is a part; other matrices stay e4m3 where they are held so. The text is that of what the
+    numbers stand for."""
     sizes = {"hidden_size": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_nope_head_dim": 24}
     more = {"intermediate_size": 128, "moe_intermediate_size": 128}
     tiny = tiny_model.build("deepseek-v3", tmp_path / "fp8", **sizes, **more)
@@ -221,7 +222,7 @@ def test_blocks_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("parts", [{"a": 128, "b": 64}, {"a": 64, "b": 64}])
 def test_a_block_of_two_parts_is_nobodys(parts: dict[str, int]) -> None:
-    """Such a matrix stays as it is, and so does one whose inputs end within a block."""
+    """A matrix with such a block stays as it is, and so does one whose inputs end within a block."""
     assert Linear(256, parts, torch.float32, CPU, held="blocks").matrix.scale is None
     assert Linear(200, {"a": 128}, torch.float32, CPU, held="blocks").matrix.scale is None
 

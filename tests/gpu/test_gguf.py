@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def assert_equal(places: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> None:
-    """To the last bit, but for logarithms of what files have."""
+    """Check that weights are equal to the last bit, but for logarithms of what files have."""
     assert places.keys() == want.keys()
     for name, tensor in want.items():
         rounds = 1e-6 if name.endswith("A_log") else 0.0
@@ -69,7 +69,7 @@ def test_quantised_weights_are_dequantised(arch: str, variant: str, only: str, t
 
 @pytest.mark.parametrize(("arch", "variant"), [("deepseek2", "deepseek-v2"), ("qwen3next", "qwen3-next")])
 def test_files_of_older_converters(arch: str, variant: str, tmp_path: Path) -> None:
-    """Which had what they now have in parts in one tensor, as the checkpoint."""
+    """Older converters wrote one tensor, as the checkpoint has it, for what now comes in parts."""
     tiny = tiny_model.build(variant, tmp_path / "hf", mlp_only_layers=[])
     file = write(tmp_path / "tiny.gguf", arch, tiny.reference, how="legacy")
     places, want = (
@@ -111,7 +111,7 @@ def test_a_name_is_no_format(tmp_path: Path) -> None:
 
 
 def test_gate_and_up_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
-    """As the converter writes them if it is asked to."""
+    """The converter writes gate and up as one tensor if it is asked to."""
     tiny = tiny_model.build("qwen3-moe", tmp_path / "hf", **tiny_model.FEW_EXPERTS | {"mlp_only_layers": []})
     file = write(tmp_path / "tiny.gguf", "qwen3moe", tiny.reference, how="fused")
     places, want = (
@@ -137,7 +137,8 @@ def test_a_split_file_is_read_by_its_first(tmp_path: Path) -> None:
 
 
 def test_experts_in_mxfp4_stay_as_they_are_where_they_can(tmp_path: Path) -> None:
-    """Those of one layer of two. Places for four bits get the same numbers as those of the safetensors."""
+    """Experts of one layer of two are in MXFP4. Places for four bits get the same numbers as those of the
+    safetensors."""
     sizes = {"num_hidden_layers": 2, "intermediate_size": 64, "swiglu_limit": 7.0}
     tiny = tiny_model.build("gpt-oss", tmp_path / "hf", **sizes)
     mxfp4_files.quantise(tiny.path, tiny.reference, plain=(1,))

@@ -51,7 +51,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3.5": _HYBRID,
     "qwen3.5-moe": _HYBRID,
 }
-"""For what llama.cpp does not do."""
+"""Changes for what llama.cpp does not do."""
 
 
 def python() -> str:
@@ -68,8 +68,9 @@ def python() -> str:
 def test_log_probabilities_are_those_of_llama_cpp(
     arch: str, variant: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of the 20 best tokens: most within 0.02, where a field or tensor read wrongly makes 0.4 to 7. Texts are
-    longer than windows and than the positions behind which LongRoPE has other factors."""
+    """Most log-probabilities of the 20 best tokens are within 0.02, where a field or tensor read wrongly
+    makes 0.4 to 7. Texts are longer than windows and than the positions behind which LongRoPE has other
+    factors."""
     peer = python()
     tiny = tiny_model.build(variant, tmp_path / "hf", **fields | CHANGES.get(variant, {}))
     file = write(tmp_path / "tiny.gguf", arch, tiny.reference)

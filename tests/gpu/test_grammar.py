@@ -1,4 +1,4 @@
-"""What compiles, what is refused and with which words, and what a grammar lets through."""
+"""Grammars: which compile, which are refused and with which words, and which tokens they allow."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ async def compiler() -> AsyncIterator[Compiler]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Compiler]:
-    """The same for many tests: its helper is started again only where it was killed."""
+    """A compiler for many tests: its helper is started again only where it was killed."""
     made = Compiler(table(), HelperProcess(), cache_bytes=2**20, helper_seconds=0.5)
     yield made
     made.close()
@@ -47,7 +47,8 @@ def lasting() -> Iterator[Compiler]:
 
 @pytest.fixture
 async def patient() -> AsyncIterator[Compiler]:
-    """Its helper gives nothing up: what waits for it waits until the test ends, on a slow machine too."""
+    """A compiler whose helper gives nothing up: what waits for it waits until the test ends, on a slow
+    machine too."""
     made = Compiler(table(), HelperProcess(), helper_seconds=600)
     yield made
     made.close()
@@ -282,7 +283,7 @@ async def test_a_helper_that_was_killed_is_replaced(compiler: Compiler) -> None:
 
 
 async def test_a_vocabulary_is_read_when_a_constraint_needs_it() -> None:
-    """Of one that cannot be read only constraints hear, each time, prepared or not."""
+    """Only constraints hear of a vocabulary that cannot be read, each time, prepared or not."""
     broken = msgspec.structs.replace(table(), definition="{}")
     for prepares in (False, True):
         compiler = Compiler(broken, HelperProcess())
@@ -354,7 +355,7 @@ DIVISORS: dict[str, tuple[Any, bool]] = {
 
 @pytest.mark.parametrize(("schema", "taken"), DIVISORS.values(), ids=DIVISORS)
 async def test_divisors_of_many_states_are_refused(lasting: Compiler, schema: Any, taken: bool) -> None:
-    """One of 99,991 took 3 s, and 119 MB for as long as it was cached."""
+    """A divisor of 99,991 took 3 s, and 119 MB for as long as it was cached."""
     spec = GrammarSpec("json_schema", json.dumps(schema), "schema")
     if taken:
         await lasting.compile(spec)
@@ -394,12 +395,13 @@ def fields(count: int, value: Any = True) -> dict[str, Any]:
 
 
 def followed(count: int, beside: dict[str, Any]) -> dict[str, Any]:
-    """So many references to an object of as many fields."""
+    """A schema of `count` references to an object of as many fields."""
     return {"$defs": {"b": fields(count)}} | fields(count, {"$ref": "#/$defs/b", **beside})
 
 
 def union(count: int) -> dict[str, Any]:
-    """One of so many objects, and that it is an object, as generators of schemas write it."""
+    """A schema of one of `count` objects that also says that it is an object, as generators of schemas write
+    it."""
     kinds = {f"t{at}": {"type": "object", **fields(10, {"type": "string"})} for at in range(count)}
     return {"$defs": kinds, "type": "object", "anyOf": [{"$ref": f"#/$defs/{name}"} for name in kinds]}
 

@@ -28,7 +28,7 @@ def taken(bits: np.ndarray[Any, Any], width: int = WIDTH) -> set[int]:
 
 
 def follow(grammar: Any, said: Sequence[int], width: int = WIDTH) -> set[int]:
-    """What may come after `said`."""
+    """Tokens that may come after `said`."""
     matcher = grammar.matcher()
     stepper, state = matcher.stepper, matcher.state
     for token in said:
@@ -141,7 +141,7 @@ async def test_under_a_grammar(rules: TokenRules, expected: set[int]) -> None:
 async def test_rules_that_contradict_a_constraint_are_refused(
     spec: GrammarSpec | None, rules: TokenRules
 ) -> None:
-    """Before anything is queued: such a request would fail at its first token."""
+    """The request is refused before anything is queued: it would fail at its first token."""
     tokenizer = Tokenizer.load(None, 300, [258])
     compiler = Compiler(tokenizer.token_table(300), HelperProcess())
     try:

@@ -235,7 +235,7 @@ async def test_what_only_xgrammar_takes_is_still_taken(compiler: Compiler) -> No
 
 
 async def test_types_in_lists_do_not_trip_the_look_at_a_tag(compiler: Compiler) -> None:
-    """Both when llguidance writes it and when it is left to xgrammar."""
+    """Such types work both when llguidance writes the grammar and when it is left to xgrammar."""
     schema = {"type": "object", "properties": {"a": {"type": ["string", "null"]}}, "required": ["a"]}
     for form in (row(THOUGHT, js(schema)), either(js(schema), const("none"))):
         assert await made(compiler, form)
@@ -282,7 +282,8 @@ async def test_half_an_answer_of_a_broken_matcher_does_not_end_well(compiler: Co
 
 @pytest.mark.parametrize("ruled", [False, True])
 async def test_a_grammar_that_broke_is_compiled_anew(compiler: Compiler, ruled: bool) -> None:
-    """Its matchers share a lexer, which stays broken: the next request would fail at its first token."""
+    """The grammar's matchers share a lexer, which stays broken: the next request would fail at its first
+    token."""
     first = await broken(compiler)
     assert await broken(compiler) is first
     before = compiler.cached_bytes

@@ -139,7 +139,7 @@ def test_only_what_is_owed_is_given(built: Any) -> None:
 
 @torch.no_grad()
 def states(tiny: Tiny, tokens: list[int]) -> torch.Tensor:
-    """After the last norm."""
+    """Hidden states after the last norm."""
     return tiny.reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
 
 

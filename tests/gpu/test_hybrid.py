@@ -162,7 +162,7 @@ async def test_drafts_change_no_text(
 
 @pytest.mark.parametrize("own", [True, False])
 async def test_guesses_change_no_text(drafted: Engines, tmp_path: Path, own: bool) -> None:
-    """Of its own layer, or of a head."""
+    """Drafts come from the model's own layer, or from a head."""
     plain = await drafted.plain(jobs(FEW))
     make = drafters.mtp(drafted.path) if own else drafters.head("eagle", tmp_path)
     engine = drafted.make(Drafts(2, 0.0, make), 1)
@@ -177,7 +177,8 @@ async def test_guesses_change_no_text(drafted: Engines, tmp_path: Path, own: boo
 def test_turns_start_from_states_that_drafts_passed(
     drafted: Engines, monkeypatch: pytest.MonkeyPatch, algorithm: str, overlap: int, tokens: int
 ) -> None:
-    """Of answers in two tokens, which prompt lookup often guesses right; in 160 tokens rows are preempted."""
+    """Answers are of two tokens, which prompt lookup often guesses right; in 160 tokens rows are
+    preempted."""
     monkeypatch.setattr(manager, "GAIN", 4)
     monkeypatch.setattr(manager, "INTERVAL", 16)
     params = SamplingParams(seed=3, max_tokens=30, logprobs=0, logit_bias=((5, 50.0), (6, 50.0)))

@@ -51,14 +51,14 @@ HOPPER = Target(torch.device("cuda"), torch.bfloat16, CudaFacts("", "NVIDIA H200
 
 
 def held(path: Path) -> ModelSpec:
-    """As on a GPU: in 4 bits."""
+    """The spec of a checkpoint as a GPU holds it: in 4 bits."""
     spec = spec_of(path)
     assert spec.stored_int4 is not None
     return msgspec.structs.replace(spec, int4=spec.stored_int4)
 
 
 def weights(places: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """What a place of 4 bits stands for."""
+    """Dequantised weights of a place of 4 bits."""
     return restore(places[name], places[name + "_scale"].transpose(0, 1))
 
 
@@ -250,7 +250,7 @@ LIMITS = AdapterLimits(places=1, max_rank=8, host=2, targets=LINEAR)
 
 
 def answers(path: Path, tp: int = 1, adapter: Path | None = None) -> list[Answer]:
-    """Of prompts in chunks beside decode rows, by exact products."""
+    """Answers to prompts in chunks beside decode rows, by exact products."""
     schedule = ScheduleConfig(step_tokens=32, max_running=4)
     beside = Beside(parallel=ParallelConfig(tp=tp), adapters=None if adapter is None else LIMITS)
     model, cache = ModelConfig(device="cpu", quantization="none"), CacheConfig(page_size=4, kv_tokens=2048)
@@ -357,7 +357,7 @@ def test_a_bias_of_a_layer_that_has_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["empty", "pointer", "cut", "another"])
 def test_a_damaged_shard_of_the_embedding_is_named(damage: str, tmp_path: Path) -> None:
-    """Its rows stay in the file, whose header is read apart from the other weights."""
+    """The embedding's rows stay in the file, whose header is read apart from the other weights."""
     path = tiny_model.build("llama", tmp_path, **WIDE).path
     quantise(path, KINDS["awq"])
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -383,7 +383,7 @@ def changed(kind: Callable[..., Any], **fields: Any) -> dict[str, Any]:
 
 
 def scheme(**fields: Any) -> dict[str, Any]:
-    """The same of the weights of compressed-tensors."""
+    """The quantization_config of compressed-tensors with other fields of the weights."""
     found = Kind(pack_quantized, 128).config
     found["config_groups"]["group_0"]["weights"] |= fields
     return found
@@ -430,7 +430,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     "told", [*(kind.config for kind in KINDS.values()), FP8, int8_files.CONFIG], ids=[*KINDS, "fp8", "w8a8"]
 )
 def test_any_field_may_be_missing_or_of_another_type(told: dict[str, Any]) -> None:
-    """It is served or refused by name: nothing else is raised."""
+    """The checkpoint is served or refused by name: nothing else is raised."""
     served, qwen3 = 0, json.loads((QWEN3_AWQ / "config.json").read_text())
     for path in (*fields_of(told), ("config_groups",), ("ignore",), ("modules_to_not_convert",)):
         for value in (None, True, 4, -1, 10**30, 0.5, "4", [], [None], {}, {"a": 1}, {"a": {}}):
@@ -446,7 +446,7 @@ def test_any_field_may_be_missing_or_of_another_type(told: dict[str, Any]) -> No
 
 
 def fields_of(told: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Where the fields of an object are, those of objects in it too."""
+    """Paths of an object's fields, those of nested objects too."""
     for name, value in told.items():
         yield (name,)
         if isinstance(value, dict):

@@ -36,7 +36,7 @@ EXPERT = "model.layers.1.mlp.experts.2.down_proj"
 
 
 def held(path: Path) -> ModelSpec:
-    """As on a GPU: in 4 bits."""
+    """The spec of a checkpoint as a GPU holds it: in 4 bits."""
     spec = spec_of(path)
     return msgspec.structs.replace(spec, int4=spec.stored_int4)
 
@@ -47,7 +47,7 @@ def build(variant: str, folder: Path, **sizes: Any) -> Path:
 
 
 def weights(places: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """What a place holds, in 4 bits or not."""
+    """Weights of a place, in 4 bits or not."""
     if places[name].dtype != torch.int16:
         return places[name]
     return restore(places[name], places[name + "_scale"].transpose(0, 1))
@@ -92,7 +92,7 @@ PARAMS = [
 
 
 def answers(path: Path, tp: int = 1, adapter: Path | None = None) -> list[Answer]:
-    """Of prompts in chunks beside decode rows, by exact products."""
+    """Answers to prompts in chunks beside decode rows, by exact products."""
     schedule = ScheduleConfig(step_tokens=32, max_running=4)
     model, cache = ModelConfig(device="cpu", quantization="none"), CacheConfig(page_size=4, kv_tokens=1024)
     beside = Beside(parallel=ParallelConfig(tp=tp), adapters=None if adapter is None else LIMITS)

@@ -230,8 +230,8 @@ def tied_fp8(folder: Path) -> Path:
     ids=lambda make: getattr(make, "__name__", "gguf"),
 )
 def test_a_table_is_held_once(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """As the head, in 8 bits of a .gguf file. The embedding, shared with it or not, stays in its file, and no
-    other matrix in 32 bits either."""
+    """The table is held as the head, in 8 bits of a .gguf file. The embedding, shared with it or not, stays
+    in its file, and no other matrix is held in 32 bits either."""
     path = make(tmp_path)
     model = load_model(held(path), path, torch.float32, CPU)
     model.seal()
@@ -275,7 +275,7 @@ def test_where_8_bits_are_held(tmp_path: Path) -> None:
     ("asked", "tokens"), [({}, 512), ({"max_running": 600}, 600), ({"step_tokens": 64}, 64)]
 )
 def test_steps_of_dense_matrices_are_short(asked: dict[str, int], tokens: int) -> None:
-    """As short as rows and flags allow."""
+    """Steps are as short as rows and flags allow."""
     schedule = ScheduleConfig(**asked)
     assert with_budget(schedule, CPU, int8=True).step_tokens == tokens
     assert with_budget(ScheduleConfig(), CPU).step_tokens > 512
@@ -284,7 +284,7 @@ def test_steps_of_dense_matrices_are_short(asked: dict[str, int], tokens: int) -
 # -- the whole engine --------------------------------------------------------------------------------
 
 MEAN, MOST = 0.1, 0.6
-"""Of the difference of a prompt token's log-probability, over a prompt and at most."""
+"""Limits of the difference of a prompt token's log-probability, over a prompt and at most."""
 
 
 def alike(found: list[Answer], want: list[Answer]) -> None:
@@ -337,7 +337,7 @@ def experts_awq(folder: Path) -> Path:
 
 @pytest.mark.parametrize("make", [experts_gguf, experts_fp8, experts_mxfp4, experts_awq])
 def test_experts_are_held_in_8_bits(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Those of a layer as a matrix each, without the tensor of all that they were read into."""
+    """A layer's experts are held as a matrix each, without the tensor of all that they were read into."""
     path = make(tmp_path)
     model = load_model(held(path), path, torch.float32, CPU)
     model.seal()
@@ -375,7 +375,7 @@ def test_experts_are_held_in_8_bits(make: Callable[[Path], Path], tmp_path: Path
 def test_text_is_that_of_the_dequantised_model(
     make: Callable[[Path], Path], tp: int, adapts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With products of more rows than are done at once."""
+    """Products have more rows than are done at once."""
     monkeypatch.setattr("gpu.quant.int8.LEAST_ROWS", 5)
     monkeypatch.setattr("gpu.quant.int8.ROWS", 9)
     path = make(tmp_path)
@@ -396,7 +396,8 @@ def test_text_does_not_depend_on_the_library(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no products of bfloat16")
 @pytest.mark.parametrize("variant", ["llama-tied-bias", "qwen3-moe"])
 def test_text_in_bfloat16_is_that_in_float32(variant: str, tmp_path: Path) -> None:
-    """Of a checkpoint in bfloat16, without being asked for it; matrices large enough to be packed."""
+    """The checkpoint is in bfloat16, which need not be asked for; its matrices are large enough to be
+    packed."""
     wide = {**SIZES, "hidden_size": 256, "intermediate_size": 512}
     more = {**ALL, "num_experts": 4} if "moe" in variant else {}
     tiny = tiny_model.build(variant, tmp_path / "hf", **wide, **more)
@@ -408,7 +409,7 @@ def test_text_in_bfloat16_is_that_in_float32(variant: str, tmp_path: Path) -> No
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no products of bfloat16")
 def test_logits_in_bfloat16_are_not_rounded() -> None:
-    """Those of a packed head are the sums, as on a GPU: rounded to bfloat16 neighbours would be ties."""
+    """Logits of a packed head are the sums, as on a GPU: rounded to bfloat16 neighbours would be ties."""
     head = Linear(512, {"lm_head": 1024}, torch.bfloat16, CPU)
     torch.manual_seed(0)
     weight = torch.randn(1024, 512).bfloat16()

@@ -25,7 +25,7 @@ TOKENS = 10
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """With heads of their own: weights that are merged into a table are not its head's."""
+    """Checkpoints with heads of their own: weights that are merged into a table are not its head's."""
 
     def made(name: str) -> Path:
         return tiny_model.build(name, tmp_path_factory.mktemp(name), tie_word_embeddings=False).path

@@ -60,7 +60,7 @@ def driver(path: Path, drafting: Drafting, root: Path) -> Driver:
 def test_a_batch_of_adapters_says_what_each_says_alone(
     path: Path, tmp_path: Path, digits: CompiledGrammar, drafting: Drafting
 ) -> None:
-    """The same prompt for all, so that a prefix of another adapter would change the text."""
+    """All have the same prompt, so that a prefix of another adapter would change the text."""
     params = SamplingParams(temperature=0.0, max_tokens=24)
     short = SamplingParams(temperature=0.0, max_tokens=6)
     alone = {}

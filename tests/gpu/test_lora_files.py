@@ -1,4 +1,4 @@
-"""What is read of an adapter's files, and why others are refused."""
+"""Files of adapters: what is read of them, and why others are refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_ranks_and_alphas_by_pattern(llama: Path, tmp_path: Path, rslora: bool) 
 
 
 def stacked(adapter: Adapter, part: str, factor: str) -> Tensor:
-    """Of all experts of one layer."""
+    """A factor of all experts of one layer, stacked."""
     return torch.stack([getattr(adapter[f"{EXPERTS}.{i}.{part}_proj"], factor) for i in range(COUNT)])
 
 
@@ -318,7 +318,7 @@ def test_damaged_files_are_refused(llama: Path, tmp_path: Path, damage: str) -> 
 
 
 def test_tokens_beyond_the_models_are_refused(llama: Path, tmp_path: Path) -> None:
-    """Those that the model has are told by a tokenizer that was saved with the adapter, too."""
+    """A tokenizer that was saved with the adapter lists the tokens that the model has, too."""
     saved = lora.save(lora.adapter_for(llama), tmp_path / "a")
     own = Rig(llama, adapters=LIMITS)
     (saved / "added_tokens.json").write_text(json.dumps({"<turn>": VOCAB - 1}))

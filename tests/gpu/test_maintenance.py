@@ -97,7 +97,8 @@ def test_answers_come_in_the_order_of_work_and_memory_comes_back(executor: Local
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3-moe", "gpt2"])
 def test_weights_that_sleep_are_freed(variant: str, tmp_path: Path) -> None:
-    """Also those of a model in cycles, as `transformers` builds some, which the server has frozen."""
+    """Weights of a model in cycles are freed too, as `transformers` builds some, which the server has
+    frozen."""
     path = tiny_model.build(variant, tmp_path).path
     answered = threading.Event()
     executor = make_executor(path)

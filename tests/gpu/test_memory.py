@@ -1,4 +1,4 @@
-"""What fits, and what is said when it does not."""
+"""Memory plans: what fits, and the message when something does not."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def served(path: Path, algorithm: str, tp: int = 1) -> tuple[list[list[int]], Dr
     ("variant", "tp"), [("glm4-moe", 1), ("deepseek-v3", 2), ("qwen3.5", 1), ("qwen3-next", 2)]
 )
 def test_accepted_drafts_are_counted_and_save_steps(variant: str, tp: int, tmp_path: Path) -> None:
-    """With chunks, preemption and prefix hits; of ranks each has the whole layer."""
+    """Requests have chunks, preemption and prefix hits; each rank has the whole layer."""
     path = mtp.build(variant, tmp_path, right=True).path
     (want, plain), (got, drafted) = served(path, "none"), served(path, "NEXTN", tp)
     assert got == want
@@ -210,7 +210,8 @@ def test_every_tensor_counts(tmp_path: Path) -> None:
 
 
 def test_a_hybrids_layer_may_stack_its_experts(tmp_path: Path) -> None:
-    """As Qwen3.5's do. With an embedding of its own it is refused: here it reads the target's."""
+    """Experts are stacked as Qwen3.5's are. With an embedding of its own the layer is refused: here it reads
+    the target's."""
     path = mtp.build("qwen3.5-moe", tmp_path).path
     _, want = loaded(path)
     with device_thread(CPU):
@@ -260,7 +261,7 @@ def test_an_fp8_layer_is_the_numbers_that_it_stands_for(variant: str, tmp_path: 
 @pytest.mark.parametrize("excepted", [False, True])
 @pytest.mark.parametrize("variant", ["glm4-moe", "deepseek-v3", "qwen3-next", "qwen3.5-moe"])
 def test_a_layer_of_a_checkpoint_in_4_bits(variant: str, excepted: bool, tmp_path: Path) -> None:
-    """It may be the one that stays as it is: then it counts in full."""
+    """The layer may be the one that stays as it is: then it counts in full."""
     hybrid = variant.startswith("qwen")
     wide = {**WIDE, "num_hidden_layers": 3, "moe_intermediate_size": 128, "q_lora_rank": 128}
     wide |= {"shared_expert_intermediate_size": 128} if hybrid else {}

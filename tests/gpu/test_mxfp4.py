@@ -106,7 +106,7 @@ def _to(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
 
 
 def _turn(name: str) -> Callable[[Tensors], None]:
-    """As many numbers, in groups of another size."""
+    """Turn a tensor: as many numbers, in groups of another size."""
     return lambda tensors: tensors.update({name: tensors[name].transpose(2, 3).contiguous()})
 
 
@@ -181,7 +181,7 @@ def test_experts_are_held_where_kernels_read_them(tmp_path: Path) -> None:
 
 
 def test_memory_of_gpt_oss() -> None:
-    """Of 20b as OpenAI counts it: 12.8 GiB of weights, 38.9 in bfloat16."""
+    """Memory of 20b as OpenAI counts it: 12.8 GiB of weights, 38.9 in bfloat16."""
     plain = read_spec(GPT_OSS_20B)
     held = msgspec.structs.replace(plain, mxfp4=plain.stored_mxfp4)
     for each, gib, name in ((plain, 38.9, "bfloat16"), (held, 12.8, "mxfp4")):

@@ -294,7 +294,7 @@ def pair_of(path: Path, tp: int = 2, start: bool = True) -> Pair:
 
 
 def failure(pair: Pair) -> str:
-    """Of node 0's executor, once there is one; both are closed then."""
+    """The failure of node 0's executor, once there is one; both are closed then."""
     arrived = threading.Event()
     pair.first.start(arrived.set)
     assert arrived.wait(PATIENCE)

@@ -1,4 +1,4 @@
-"""The same logits and the same text as transformers, whatever the plan looked like."""
+"""Parity with transformers: the same logits and the same text, whatever the plan looked like."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAMILIES = [
     ),
     *("olmo3", "smollm3", "qwen2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe", "cohere2", "gpt2"),
 ]
-"""One of each, and two through transformers."""
+"""One variant of each family, and two through transformers."""
 
 
 @pytest.fixture(scope="module", params=[*sorted(tiny_model.VARIANTS), *tiny_model.UNLISTED])

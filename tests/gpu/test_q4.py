@@ -56,7 +56,7 @@ def matrix(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 8, 67])
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (96, 33), (576, 16), (2080, 40), (8960, 15)])
 def test_product(rows: int, inputs: int, outputs: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It equals a product in float64 whose activations are rounded to 13 bits and a sign."""
+    """The product equals one in float64 whose activations are rounded to 13 bits and a sign."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     words, scale = matrix(outputs, inputs)
     words[0] = -1  # the largest numbers
@@ -173,7 +173,7 @@ def test_matrices_of_safetensors_keep_their_numbers(kind: str, ranks: int, tmp_p
 
 
 def bytes_of(places: Mapping[str, torch.Tensor]) -> int:
-    """Of matrices, with the scales of those in 4 bits."""
+    """Bytes of the matrices, with the scales of those in 4 bits."""
     matrices = {name: place for name, place in places.items() if place.dtype in (torch.int8, torch.int32)}
     scales = [places[f"{name}_scale"] for name in matrices if matrices[name].dtype == torch.int32]
     return sum(each.numel() * each.element_size() for each in [*matrices.values(), *scales])
@@ -195,7 +195,7 @@ def test_memory_is_planned_for_the_numbers(
 
 
 def test_parts_in_several_formats_have_8_bits(tmp_path: Path) -> None:
-    """Of the matrix of queries, keys and values: it is one. The others keep 4."""
+    """The matrix of queries, keys and values, which is one, has 8 bits. The others keep 4."""
     file = file_of("llama", tmp_path, only="attn_[qk]|attn_output|ffn")
     model = load_model(held(file), file, torch.float32, CPU)
     for name, place in model.places().items():
@@ -213,7 +213,7 @@ def test_without_kernels_matrices_have_8_bits(tmp_path: Path, monkeypatch: pytes
 # -- the whole engine -------------------------------------------------------------------------------
 
 MEAN, MOST = 0.03, 0.2
-"""Of the difference of a prompt token's log-probability: a third of what 8 bits may be off."""
+"""Limits of the difference of a prompt token's log-probability: a third of what 8 bits may be off."""
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ MEAN, MOST = 0.03, 0.2
 def test_text_is_that_of_the_dequantised_model(
     make: Any, tp: int, adapts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With products of more rows than are done at once."""
+    """Products have more rows than are done at once."""
     monkeypatch.setattr("gpu.quant.int8.LEAST_ROWS", 5)
     monkeypatch.setattr("gpu.quant.int8.ROWS", 9)
     path = make(tmp_path)

@@ -1,4 +1,4 @@
-"""What ranks exchange: equal bits on all, in any order of arrival, and an end when one is gone."""
+"""Exchange between ranks: equal bits on all, in any order of arrival, and an end when one is gone."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Watched:
 
 
 def make(path: Path, count: int) -> list[Rank]:
-    """So many ranks over one ring of entries."""
+    """`count` ranks over one ring of entries."""
     spec = spec_of(path)
     width = HiddenShape(spec.hidden, torch.float32)
     shape = Shape(ROWS, TOKENS, ROWS, PAGES, PAGE, spec.vocab_size, width)
@@ -210,7 +210,7 @@ def test_a_command_that_every_rank_refuses_leaves_all_as_they_were(path: Path, t
 
 
 def test_a_command_that_one_rank_refuses_is_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their weights differ."""
+    """The ranks' weights differ then."""
     ranks = make(path, 2)
     monkeypatch.setattr(ranks[1].runner._maintenance, "_load", lambda path: {}[path])
     *_, failure = play(ranks, prefill(0), Command(id=1, action="load_weights", path=str(path)), prefill(1))

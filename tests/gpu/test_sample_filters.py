@@ -1,4 +1,4 @@
-"""Which tokens survive, against a full sort in double precision."""
+"""Tokens that survive the filters, against a full sort in double precision."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def ints(*tokens: int) -> Ints:
 
 
 def start(counts: Counts, row: int, prompt: Ints, output: Ints) -> None:
-    """What a new owner of `row` has so far; output after a retraction."""
+    """Mark the tokens that a new owner of `row` has so far; output after a retraction."""
     counts.clear(row)
     words = [*prompt.tolist(), *(~output).tolist()]
     counts.mark(torch.tensor([(row, word) for word in words], dtype=torch.int32).view(-1, 2))

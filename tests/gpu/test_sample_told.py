@@ -1,4 +1,4 @@
-"""What is told of a token besides log-probabilities: against numpy, and without a change to any token."""
+"""Reports on a token besides log-probabilities: against numpy, and without a change to any token."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def among(logits: torch.Tensor, allowed: list[int]) -> torch.Tensor:
 
 
 def test_log_probabilities_before_and_after_the_mask() -> None:
-    """By each row's own mode; entropy stays that of the model."""
+    """Each row has log-probabilities by its own mode; entropy stays that of the model."""
     logits, allowed = logits_for(11), [1, 4, 9]
     modes: list[LogprobsMode] = ["raw_logprobs", "masked_logprobs", "processed_logprobs", "masked_logprobs"]
     greedy = SamplingParams(temperature=0.0, logprobs=2, logprob_ids=(1,), entropy=True)
@@ -131,7 +131,7 @@ def test_processed_log_probabilities_are_of_what_was_drawn_from(params: Sampling
 
 
 def test_entropy_is_of_what_the_model_made() -> None:
-    """Before bias, penalties, temperature and filters."""
+    """Entropy is computed before bias, penalties, temperature and filters."""
     changed = SamplingParams(
         entropy=True, temperature=0.3, top_k=3, logit_bias=((5, 90.0),), repetition_penalty=1.5
     )

@@ -35,7 +35,7 @@ ROWS, VOCAB, HIDDEN = 6, 300, 8
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What was sent to the host: copies that nobody waits for."""
+    """Tensors that were sent to the host: copies that nobody waits for."""
     sent: list[torch.Tensor] = []
 
     def download(tensor: torch.Tensor) -> torch.Tensor:

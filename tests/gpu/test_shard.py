@@ -1,4 +1,4 @@
-"""What each of several ranks holds of a checkpoint."""
+"""Shards: the parts of a checkpoint that each of several ranks holds."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ async def test_answers_under_grammars_are_those_without_drafts(
 async def test_a_drafter_of_its_own_drafts_for_them(
     engines: Engines, target: Path, depth: int, overlap: int
 ) -> None:
-    """It does not know the masks, so its drafts are right where the grammar leaves the text alone."""
+    """The drafter does not know the masks, so its drafts are right where the grammar leaves the text
+    alone."""
     plain = await engines.plain(jobs())
     engine = engines.make(Drafts(depth, 0.0, drafters.small(target)), overlap)
     for answer in await engine.answers(some()):
@@ -160,7 +161,7 @@ async def test_a_drafter_of_its_own_drafts_for_them(
 async def test_the_host_learns_of_drafts_behind_the_drafter_alone(
     engines: Engines, target: Path, overlap: int, retract: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a GPU, whose tables it cannot read: only what it fetched then."""
+    """The host cannot read the drafter's tables, as with a GPU: only what it fetched then."""
 
     def apart(known: KnownDrafts, tables: SlotTables) -> None:
         known._drafts, known._held = tables.drafts, torch.zeros_like(tables.drafts)

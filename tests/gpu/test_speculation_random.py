@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, int, Setup]] = {
 
 
 class Alone(NamedTuple):
-    """What each of many requests says alone."""
+    """Texts of many requests, each alone."""
 
     path: Path
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""Which launch a plan takes."""
+"""Launches that plans take."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def build(
     path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHING_BESIDE, nodes: int = 1
 ) -> LocalExecutor:
-    """Of all ranks, or node 0 of two."""
+    """The executor of all ranks, or of node 0 of two."""
     config = ModelConfig(
         device="cpu", quantization="none", logit_processor=f"only={HERE}:only,broken={HERE}:broken"
     )
@@ -185,13 +185,14 @@ def grammars(tokenizer: Tokenizer) -> Iterator[Compiler]:
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the layers that the heads of `draft_heads` are for. One has experts, which are slow on a CPU."""
+    """A target with the layers that the heads of `draft_heads` are for. One has experts, which are slow on a
+    CPU."""
     more = {"num_hidden_layers": 6, "mlp_only_layers": [0, 1, 2, 4, 5]}
     return tiny_model.build("qwen3-moe-mixed", tmp_path_factory.mktemp("moe"), **more).path
 
 
 class Serving(NamedTuple):
-    """What answers jobs over a checkpoint."""
+    """An engine that answers jobs over a checkpoint."""
 
     path: Path
     tokenizer: Tokenizer
@@ -200,7 +201,7 @@ class Serving(NamedTuple):
     async def answers(
         self, tp: int, drafting: Drafting = NO_DRAFTS, overlap: int = 1, nodes: int = 1
     ) -> list[Told]:
-        """Of a job of each kind, all at once."""
+        """Answers to a job of each kind, all at once."""
         schedule = ScheduleConfig(step_tokens=64, max_running=8, overlap_depth=overlap)
         executor = build(self.path, tp, schedule, Beside(drafting), nodes)
         caps = executor.capabilities
@@ -225,7 +226,7 @@ class Serving(NamedTuple):
 
 @pytest.fixture(scope="module")
 def one(moe: Path, tokenizer: Tokenizer, grammars: Compiler) -> list[Told]:
-    """What one rank answers, without drafts."""
+    """Answers of one rank, without drafts."""
     return asyncio.run(Serving(moe, tokenizer, grammars).answers(1))
 
 
@@ -278,7 +279,7 @@ async def test_drafts_that_end_on_rank_0_end_on_all(
     grammars: Compiler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where masks along drafts take too long, by rank 0's clock: here always."""
+    """Drafts end where masks along them take too long, by rank 0's clock: here always."""
     monkeypatch.setattr("gpu.grammar.matchers.MOST_SECONDS", -1.0)
     serving = Serving(moe, tokenizer, grammars)
     drafting = Drafting(SpeculativeConfig(algorithm="draft-model"), moe)
@@ -301,7 +302,7 @@ class Adapted:
         assert len(set(map(tuple, self.one))) == len(ADAPTERS)
 
     def tokens(self, tp: int, drafting: Drafting, nodes: int = 1) -> list[list[int]]:
-        """Of two requests for each."""
+        """Tokens of two requests for each adapter."""
         schedule = ScheduleConfig(step_tokens=64, max_running=6)
         driver = Driver(build(self._moe, tp, schedule, Beside(drafting, lora.LIMITS), nodes), schedule)
         for name in ADAPTERS[1:]:
@@ -321,7 +322,7 @@ def adapted(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     ("tp", "drafting"), [(2, NO_DRAFTS), (4, Drafting(SpeculativeConfig(algorithm="ngram")))]
 )
 def test_adapters_say_what_they_say_on_one_rank(adapted: Adapted, tp: int, drafting: Drafting) -> None:
-    """Of attention, MLPs, experts, the embedding and the head; more than there are places for."""
+    """Adapters change attention, MLPs, experts, the embedding and the head; there are more than places."""
     assert adapted.tokens(tp, drafting) == adapted.one
 
 

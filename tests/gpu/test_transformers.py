@@ -145,7 +145,7 @@ class Ran(NamedTuple):
 
 
 def run(tiny: Tiny, kv_tokens: int, beside: Beside) -> Ran:
-    """In steps of 32 tokens."""
+    """Run in steps of 32 tokens."""
     schedule = ScheduleConfig(step_tokens=32, max_running=8, conservativeness=0.01, prefill_weight=0.0)
     cache = CacheConfig(page_size=16, kv_tokens=kv_tokens)
     model = ModelConfig(model=str(tiny.path), device="cpu")
@@ -237,7 +237,8 @@ def changed(tiny: Tiny, **facts: Any) -> TransformersModel:
 
 
 def test_a_class_is_tried_before_it_serves(tiny: Tiny) -> None:
-    """The same weights pass as they are; not where tokens mix, positions are ignored or attention differs."""
+    """A class passes with the same weights; not where tokens mix, positions are ignored or attention
+    differs."""
     with torch.inference_mode():
         changed(tiny).verify()
         mixes = changed(tiny)

@@ -55,7 +55,7 @@ def coarse(name: str, folder: Path, config: dict[str, Any] = CONFIG, **more: Any
 
 @pytest.mark.parametrize("exact", [True, False], ids=["where torch has it", "where it saturates"])
 def test_sums_are_exact(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any CPU, at numbers as large as there are; in parts that float32 has exactly."""
+    """Sums are exact on any CPU, at numbers as large as there are; in parts that float32 has exactly."""
     if not exact:
         monkeypatch.setattr("gpu.quant.scaled.int_mm_is_exact", lambda: False)
     for rows, outputs, inputs in ((0, 16, 16), (1, 64, 1024), (5, 48, 2064), (70, 80, 1040)):
@@ -81,7 +81,7 @@ def test_sums_are_exact(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_and_text_are_those_of_the_same_arithmetic(
     name: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In chunks and token by token."""
+    """The prompt comes in chunks and token by token."""
     tiny = coarse(name, tmp_path, config)
     rig = Rig(tiny.path, spec=held(tiny.path))
     rig.step(chunks=[Chunk(1, 0, ints(PROMPT[:9]), False)], new=[rig.new(1, PROMPT)])
@@ -95,8 +95,8 @@ def test_logits_and_text_are_those_of_the_same_arithmetic(
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 @pytest.mark.parametrize("name", ["phi3", "qwen3-moe-mixed", "deepseek-v3"])
 def test_numbers_and_scales_are_taken_as_they_are(name: str, strategy: str, tmp_path: Path) -> None:
-    """Those of experts and of matrices that a checkpoint fuses, too; dequantised where nothing else is
-    held."""
+    """Numbers of experts and of matrices that a checkpoint fuses are taken as they are, too; they are
+    dequantised where nothing else is held."""
     sizes = {"q_lora_rank": 32} if name == "deepseek-v3" else {}
     path = tiny_model.build(name, tmp_path, **sizes).path
     numbers = int8_files.quantise(path, changed(strategy=strategy))
@@ -196,7 +196,7 @@ def driver(path: Path, quantization: Any = "auto", tp: int = 1, adapts: bool = F
 
 
 def answers(path: Path, quantization: Any = "auto", tp: int = 1, adapter: Path | None = None) -> list[Answer]:
-    """Of prompts in chunks beside decode rows."""
+    """Answers to prompts in chunks beside decode rows."""
     own = driver(path, quantization, tp, adapter is not None)
     try:
         if adapter is None:
@@ -302,7 +302,7 @@ def test_memory_is_a_byte_a_weight(tmp_path: Path) -> None:
 
 
 def test_tiles_of_experts_fit_devices_with_less_room() -> None:
-    """Those of e4m3 are for Hopper."""
+    """Tiles of e4m3 are for Hopper."""
     shape = MoeShape(128, 768, 2048, 8, weight_name(W8A8(), "bfloat16"), "NVIDIA A100")
     for tokens in (8, 256, 512, 4096):
         small, deep = rule(shape, tokens), rule(shape, tokens, deep=True)

@@ -65,7 +65,7 @@ def apart(path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_fused_matrices_are_their_parts(rank: int, tmp_path: Path) -> None:
-    """Also where a rank takes some rows of each part."""
+    """The parts are equal also where a rank takes some rows of each."""
     fused = tiny_model.build("phi3", tmp_path / "fused").path
     parts = Path(shutil.copytree(fused, tmp_path / "apart"))
     apart(parts)

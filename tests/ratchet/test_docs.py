@@ -46,7 +46,7 @@ def blocks(guide: Path, language: str) -> list[str]:
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it."""
+    """Anchor of a heading, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -126,7 +126,7 @@ def test_commands_are_accepted(guide: Path) -> None:
 
 
 def test_commands_are_found() -> None:
-    """In all forms: otherwise the test above would hold for lack of any."""
+    """Commands are found in all forms: otherwise the test above would hold for lack of any."""
     found = {tree.name(guide): list(commands(guide)) for guide in guides()}
     assert len(found["README.md"]) >= 6
     assert found["configs/deploy/README.md"][0] == ["serve", "Qwen/Qwen3-8B"]

@@ -134,5 +134,5 @@ def test_http_imports_neither_torch_nor_opentelemetry() -> None:
 
 
 def test_the_helper_process_compiles_grammars_without_torch() -> None:
-    """Its import takes a second and 200 MB, at each start and after each constraint that is refused."""
+    """Importing torch takes a second and 200 MB, at each start and after each constraint that is refused."""
     run("import sys, gpu.grammar.trial\nassert not {'torch', 'xgrammar'} & set(sys.modules)")

@@ -22,7 +22,8 @@ def asset(name: str) -> Path:
 
 @functools.cache
 def real_tokenizer(name: str) -> Tokenizer:
-    """Of `assets/NAME`. Loading one takes half a second, so that the tests of a process share it."""
+    """The tokenizer of `assets/NAME`. Loading one takes half a second, so that the tests of a process share
+    it."""
     return Tokenizer.load(asset(name), 200_000)
 
 

@@ -10,7 +10,7 @@ from aiohttp import web
 
 
 class Span(NamedTuple):
-    """One that was exported. Ids are hexadecimal, times nanoseconds since 1970."""
+    """An exported span. Ids are hexadecimal, times nanoseconds since 1970."""
 
     name: str
     trace: str
@@ -32,7 +32,7 @@ class Collector:
         self.spans: list[Span] = []
 
     def roots(self) -> list[Span]:
-        """Those of requests, by time: the others are phases."""
+        """Spans of requests, by time: the others are phases."""
         ids = {span.id for span in self.spans}
         return sorted((span for span in self.spans if span.parent not in ids), key=lambda span: span.start)
 

@@ -21,9 +21,11 @@ from tests.rigs.int4_files import WIDE
 from tests.rigs.runner import CPU
 
 SIZES = {**WIDE, "initializer_range": 0.1}
-"""Of wide matrices, and less steep than other tiny models: what rounding changes they do not multiply."""
+"""Sizes of a model with wide matrices, less steep than other tiny models: it does not multiply rounding
+errors."""
 ALL: dict[str, Any] = {"num_experts_per_tok": 4}
-"""Of the experts: a router that takes some takes others near a tie, and tells nothing of rounding."""
+"""Changes to models with experts: a router that takes some takes others near a tie, and tells nothing of
+rounding."""
 
 ON_CPU = Target(CPU, torch.float32, CudaFacts("no GPU"))
 
@@ -43,8 +45,8 @@ def answers(
     then: Path | None = None,
     says: str = "int8",
 ) -> list[Answer]:
-    """Of prompts in chunks beside decode rows, with weights held as it `says`; of those of `then` where that
-    is given."""
+    """Answers to prompts in chunks beside decode rows, with weights held as `says`; with those of `then`,
+    loaded in place of them, where that is given."""
     schedule = ScheduleConfig(step_tokens=32, max_running=4)
     beside = Beside(parallel=ParallelConfig(tp=tp), adapters=None if adapter is None else LIMITS)
     cache = CacheConfig(page_size=4, kv_tokens=2048)

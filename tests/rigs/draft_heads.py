@@ -220,7 +220,7 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def tensors(name: str) -> Tensors:
-    """Those of the checkpoint of a format, the same every time."""
+    """Tensors of the checkpoint of a format, the same every time."""
     draw = torch.Generator().manual_seed(len(name))
     made: Tensors = {}
     for key, shape in _SHAPES[name].items():
@@ -263,11 +263,11 @@ class Pages(NamedTuple):
         return cls(Views(2, 32, page_size, 256), attention, pool, [])
 
     def chunk(self, slot: int, start: int, count: int) -> ForwardContext:
-        """For `count` tokens of a slot from `start` on."""
+        """Context for `count` tokens of a slot from `start` on."""
         return self._context(self._view(slot, start, count))
 
     def _view(self, slot: int, start: int, count: int) -> StepView:
-        """Of a chunk. The pages of a slot lie backwards."""
+        """View of a chunk. The pages of a slot lie backwards."""
         size = self.pool.page_size
         new = NewSlot(slot, SamplingParams(), ints([0] * count), ints([]), 0)
         last = range(-(-start // size), -(-(start + count) // size))
@@ -278,7 +278,7 @@ class Pages(NamedTuple):
         return self.views.take(plan)
 
     def block(self, slot: int, start: int, count: int, causal: bool) -> ForwardContext:
-        """For a block behind `start` tokens: rows that see each other, or those before them alone."""
+        """Context for a block behind `start` tokens: rows that see each other, or those before them alone."""
         view = self._view(slot, start, count)
         return self._context(
             view._replace(

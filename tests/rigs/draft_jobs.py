@@ -76,7 +76,7 @@ HOSTS_OWN = {"processor", "processor that raises"}
 
 
 def jobs(tokens: int = TOKENS) -> list[Job]:
-    """One of each, of prompts of different lengths; most answers have so many tokens."""
+    """A job of each kind, with prompts of different lengths; most answers have `tokens` tokens."""
     found = {name: {"sampling": SamplingParams(**params)} for name, params in SAMPLING.items()} | OTHERS
     made = []
     for at, (name, more) in enumerate(found.items()):
@@ -120,7 +120,7 @@ class Engines:
 
 @contextmanager
 def engines_of(path: Path) -> Iterator[Engines]:
-    """With grammars, and a tokenizer whose tokens are bytes."""
+    """Engines with grammars, and a tokenizer whose tokens are bytes."""
     tokenizer = Tokenizer.load(None, VOCAB, [STOP])
     compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
     try:

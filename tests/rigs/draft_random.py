@@ -92,7 +92,7 @@ CHUNKS = ChunkCosts(CostTable((1, 64), (1e-3, 64e-3)), 0.0)
 
 
 class Text(NamedTuple):
-    """What a client gets of one choice."""
+    """A choice as a client gets it."""
 
     text: str
     tokens: list[int]
@@ -232,15 +232,15 @@ class RandomEngine:
         self.scheduler.check_integrity()
 
     async def alone(self, job: Job) -> list[Text]:
-        """What one request says, with no other one here."""
+        """The choices of a request that runs alone."""
         started = await self._start(job)
         await started.run.wait()
         return started.texts()
 
     async def play(self, jobs: Sequence[Job], steps: int, expect: Mapping[str, list[Text]]) -> int:
-        """Draw from `jobs` for so many steps, or up to five times as many if memory sent nobody back to the
-        queue in these, and let what then runs end. Each request's text must be what
-        `expect` has for its job, and its beginning where it is aborted. Returns how many were not."""
+        """Draw from `jobs` for `steps` steps, or up to five times as many if memory sent nobody back to the
+        queue in these, and let what then runs end. Each request's text must be what `expect` has for its job,
+        and its beginning where it is aborted. Returns how many were not."""
         rng, live, ended, numbers = self._rng, list[_Started](), 0, itertools.count()
         while True:
             retracted = self.scheduler.statistics().retractions > 0
@@ -307,7 +307,7 @@ class _Started:
             self.run.end(rng.randrange(self._job.n))
 
     def texts(self) -> list[Text]:
-        """Of its choices, all ended."""
+        """Texts of the request's choices, all ended."""
         found = []
         for pieces in self._pieces:
             finish = pieces[-1].finish

@@ -49,8 +49,8 @@ def head(
     samples: int = SAMPLES,
     tree: Tree | None = None,
 ) -> Make:
-    """One of the formats of `draft_heads`, which this writes; run by a CPU's machine or another, for steps of
-    up to `samples` samples."""
+    """A drafter of one of the formats of `draft_heads`, which this writes; run by a CPU's machine or another,
+    for steps of up to `samples` samples."""
     path = draft_heads.write(name, directory)
     config = read_json(path / "config.json") or {}
     return _reading_states(path, partial(read_draft, config), machine, samples, tree)
@@ -68,7 +68,7 @@ def _reading_states(
     samples: int,
     tree: Tree | None,
 ) -> Make:
-    """What `read` says drafts for a target whose states it reads, of the checkpoint at `path`."""
+    """A drafter that `read` describes, for a target whose states it reads, from the checkpoint at `path`."""
 
     def make(rig: Rig, tables: SlotTables) -> Drafter:
         spec = read(rig.spec)
@@ -108,7 +108,7 @@ def small(path: Path, tree: Tree | None = None) -> Make:
 
 
 def cpu_machine(spec: ModelSpec) -> DraftMachine:
-    """For the layers of `spec`."""
+    """A CPU's machine for the layers of `spec`."""
     attention = torch_attention(spec)
     heads = spec.kv_shape
 

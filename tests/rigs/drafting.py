@@ -43,9 +43,9 @@ ROWS, PAGE, STEP_TOKENS, SAMPLES = 6, 4, 48, 40
 
 
 class Drafts(NamedTuple):
-    """At most `depth` of a row, each the next token of its text with probability `right`, else another; or
-    those of a `drafter` of a runner's tables. `trees`: so many drafts are a tree, in which the next token of
-    the text has wrong siblings, whose children may be what would be right elsewhere."""
+    """Drafts of a row: at most `depth`, each the next token of its text with probability `right`, else
+    another; or those of a `drafter` of a runner's tables. `trees`: so many drafts are a tree, in which the
+    next token of the text has wrong siblings, whose children may be what would be right elsewhere."""
 
     depth: int
     right: float
@@ -81,7 +81,7 @@ class DraftingRunner:
         """Set at every launch, on `loop`."""
         self.loop: asyncio.AbstractEventLoop | None = None
         self.most: dict[bytes, int] = {}
-        """By prompt the most tokens that it had of one step."""
+        """The most tokens that each prompt's row had of one step, by prompt."""
         self._runner, self._drafts, self._texts, self._vocab = runner, drafts, texts, vocab
         self._prompts: dict[int, np.ndarray] = {}
         self._random = random.Random(drafts.depth)
@@ -106,7 +106,7 @@ class DraftingRunner:
         return Watched(self._runner.launch(plan), prompts, self.most)
 
     def _propose(self, slot: int, position: int) -> list[int]:
-        """For the tokens from `position` on."""
+        """Drafts for the tokens from `position` on."""
         prompt, depth, right = self._prompts[slot], self._drafts.depth, self._drafts.right
         ahead = self._texts[prompt.tobytes()][position - len(prompt) :][:depth]
         known = [*ahead, *[0] * (depth - len(ahead))]
@@ -139,7 +139,7 @@ class DraftingRunner:
 
 
 class Answer(NamedTuple):
-    """What a client gets."""
+    """An answer as a client gets it."""
 
     run: LiveRun
     pieces: list[Piece]

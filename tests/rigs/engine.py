@@ -246,7 +246,7 @@ class FakeEngine:
         """Outputs of the next jobs: a token per piece, then stop."""
         self.cached = 0
         self.drafts: DraftCounts | None = None
-        """Of every choice; None: the engine does not speculate."""
+        """Draft counts of every choice; None: the engine does not speculate."""
         self.head: Callable[[Ints, int], list[float]] | None = None
         """A fake classification head: from the prompt and the start of its second text to scores."""
         self.processors: tuple[str, ...] = ()

@@ -95,7 +95,7 @@ class FakeExecutor:
         self.fail_at = fail_at
         self.nan_slots: set[int] = set()
         self.seconds = self.token_seconds = 0.0
-        """Of each step, and of each token of its chunks beyond that."""
+        """Seconds of each step, and of each token of its chunks beyond that."""
         self._rng = random.Random(seed)
         self.logprob_slots: dict[int, int] = {}
         self.hidden_slots: dict[int, bool] = {}
@@ -108,16 +108,16 @@ class FakeExecutor:
         self.placed: dict[int, str] = {}
         """Adapters by place."""
         self.broken: dict[str, str] = {}
-        """By path: why an adapter cannot be read."""
+        """The reason why an adapter cannot be read, by path."""
         self._row_place = np.full(capabilities.max_rows + 1, -1, np.int64)
         self._submitted_place = self._row_place.copy()
         self._places_read: dict[int, set[int]] = {}
-        """By pending step, the places of its rows."""
+        """Places of the rows of each pending step."""
         self.states: dict[int, tuple[int, int]] = {}
-        """By slot: length and hash of what its linear attention has seen."""
+        """Length and hash of what a slot's linear attention has seen, by slot."""
         self.checkpoints = {0: START}
         self._saves: dict[int, dict[int, int]] = {}
-        """By slot: numbers of tokens, and the checkpoint of the state after that many."""
+        """Checkpoints of each slot's states, by the number of tokens that the state is behind."""
         self.closed = False
 
     @property

@@ -1,4 +1,4 @@
-"""What Loom uses of FlashInfer to compile FA3, in its place: one unit, compiled by a script."""
+"""A stand-in for the parts of FlashInfer that Loom compiles FA3 with: one unit, compiled by a script."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Follower:
 
     @property
     def prefixes(self) -> Counter[tuple[int, ...]]:
-        """Of all pages, adapters aside."""
+        """Prefixes of all pages, adapters aside."""
         return Counter(each.tokens for each in self._blocks.values())
 
     def stored(self, adapter: str, parent: int | None, hashes: Sequence[int], tokens: Sequence[int]) -> None:

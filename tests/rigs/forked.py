@@ -31,7 +31,7 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Process id."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -66,7 +66,7 @@ class Forked:
 
 
 def _run(command: tuple[str, ...], environment: dict[str, str], stdout: Path | None, stderr: Path) -> None:
-    """What `python -m` does with the command, in this environment, with its output in these files."""
+    """Run the command as `python -m` does, in this environment, with its output in these files."""
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS="1")
     os.chdir(ROOT)

@@ -66,7 +66,7 @@ _HYBRID = {
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 FURTHER = ("glm4moe", "qwen35moe")
-"""With a layer for multi-token prediction."""
+"""Architectures with a layer for multi-token prediction."""
 OWN: dict[str, dict[str, str]] = {
     "deepseek2": {
         **_GROUPED,
@@ -91,7 +91,7 @@ OWN: dict[str, dict[str, str]] = {
     **dict.fromkeys(HYBRIDS, _HYBRID),
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
-"""By architecture what is otherwise there than in `NAMES`, or besides."""
+"""Names by architecture that differ from `NAMES`, or come on top."""
 
 PERMUTED = ("granite", "llama", "smollm3")
 
@@ -108,7 +108,7 @@ def gguf_name(name: str, arch: str) -> str:
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """What llama.cpp's converter does to q and k of the llama architecture."""
+    """Permute q and k as llama.cpp's converter does for the llama architecture."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
@@ -140,7 +140,8 @@ def alternate(state: Mapping[str, torch.Tensor]) -> Named:
 
 
 def absorbed(config: Any, state: Mapping[str, torch.Tensor]) -> Named:
-    """As `apart`, with DeepSeek's kv_b_proj split into k_b (transposed) and v_b, as llama.cpp has it."""
+    """Tensors as `apart` has them, with DeepSeek's kv_b_proj split into k_b (transposed) and v_b, as
+    llama.cpp has it."""
     for name, tensor in apart(state):
         if "kv_b_proj" in name:
             heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
@@ -186,7 +187,8 @@ def hybrid(arch: str, config: Any, state: Mapping[str, torch.Tensor], legacy: bo
 
 
 def with_further_layer(config: Any, named: Named) -> Named:
-    """And one more layer like the last that attends, which predicts further tokens: nothing reads it."""
+    """Tensors with one more layer like the last that attends, which predicts further tokens: nothing reads
+    it."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     attends = max(at for at, kind in enumerate(kinds) if kind == "full_attention")
     last, layer = f"blk.{attends}.", f"blk.{config.num_hidden_layers}."
@@ -224,7 +226,7 @@ def converted(arch: str, config: Any, state: Mapping[str, torch.Tensor], how: Ho
 
 
 def _common(writer: gguf.GGUFWriter, config: Any) -> None:
-    """What the converter writes of every architecture whose config has it."""
+    """Write the fields that the converter writes for every architecture whose config has them."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -368,10 +370,11 @@ FACTS: Mapping[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "qwen2moe": _experts,
     "qwen3moe": _experts,
 }
-"""By architecture what its converter writes besides."""
+"""Functions that write an architecture's further fields, as its converter does."""
 
 How = Literal["", "legacy", "fused"]
-"""As converters write files, wrote them at first, or if they are asked to: experts' gates and ups in one."""
+"""The form of the files: as converters write them, wrote them at first, or write them if asked to, with
+experts' gates and ups in one."""
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 

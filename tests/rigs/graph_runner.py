@@ -50,7 +50,7 @@ def captured_machine(
     launcher: Callable[[], Launcher] = NoWarmUp,
     attention: AttentionBackend | None = None,
 ) -> Machine:
-    """With a GPU's kernels, in padded sizes. Without `attention` it is plain, token by token."""
+    """A machine with a GPU's kernels, in padded sizes. Without `attention` it is plain, token by token."""
     spec = rig.spec
     windows = [spec.window(layer) for layer in range(spec.layers)]
     attention = attention or EagerAttention((), windows, spec.softmax_scale)

@@ -32,7 +32,7 @@ WIDE_HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-"""The same of variants with linear attention."""
+"""`WIDE` for variants with linear attention."""
 
 
 LAYERS = re.compile(r"(_proj|_proj_with_mqa|in_proj_(qkvz?|z)|\.w[123])\.weight$")

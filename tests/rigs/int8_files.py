@@ -91,7 +91,7 @@ def quantise(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def by_row(model: nn.Module, ranks: int) -> dict[str, Tensor]:
-    """The same of a model's projections as `--quantization int8` has them: scales [outputs, 1], or
+    """Numbers and scales of a model's projections as `--quantization int8` has them: scales [outputs, 1], or
     of matrices whose inputs `ranks` divide [outputs, ranks]."""
     found = {}
     for name, weight in model.named_parameters():
@@ -104,7 +104,7 @@ def by_row(model: nn.Module, ranks: int) -> dict[str, Tensor]:
 
 
 def _parts(layer: str, ranks: int) -> int:
-    """Into how many the inputs of a layer are divided."""
+    """Number of parts into which the inputs of a layer are divided."""
     return ranks if layer.endswith(("o_proj", "down_proj")) else 1
 
 
@@ -112,13 +112,13 @@ class W8A8Linear(nn.Module):
     """A layer whose inputs are quantised by token, and whose sums are integers."""
 
     def __init__(self, numbers: Tensor, scale: Tensor, bias: Tensor | None, parts: int) -> None:
-        """The inputs are quantised in so many parts. `scale` is one, [outputs, 1] or [outputs, parts]."""
+        """The inputs are quantised in `parts` parts. `scale` is one, [outputs, 1] or [outputs, parts]."""
         super().__init__()
         scales = scale.double().reshape(len(scale), -1).expand(len(numbers), parts)
         self._parts = list(zip(numbers.double().chunk(parts, 1), scales.unbind(1), strict=True))
         self._bias = bias
         self.delta: Tensor | None = None
-        """What an adapter adds to the weights."""
+        """Addition of an adapter to the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]."""

@@ -169,8 +169,9 @@ def _sizes(tensor: tl.tensor) -> Any:
 
 
 def _check_operands_once() -> None:
-    """What two operands become before they are added, compared and so on depends on their types, and on the
-    value of what is a number. Sizes are not made alike: numpy does that as it computes."""
+    """Check operands once for each kind: what two of them become before they are added, compared and so on
+    depends on their types, and on the value of a number. Sizes are not made alike: numpy does that as it
+    computes."""
     semantic = interpreter.TritonSemantic
     check = semantic.binary_op_type_checking_impl
     plans: dict[tuple[Any, ...], tuple[_Operand, _Operand]] = {}
@@ -187,14 +188,14 @@ def _check_operands_once() -> None:
 
 
 def _kind(operand: Any) -> Any:
-    """Of a tensor its type, of a number also its value; there are two zeros, which are equal."""
+    """The type of a tensor, of a number also its value; there are two zeros, which are equal."""
     if type(operand) is tl.tensor:
         return operand.type.name
     return type(operand), operand or str(operand)
 
 
 class _Operand:
-    """What operands of one kind become. `number`: the handle of a number; `stays`: nothing changes."""
+    """The conversion of operands of one kind. `number`: the handle of a number; `stays`: nothing changes."""
 
     def __init__(self, operand: Any, made: tl.tensor) -> None:
         self.type, self.number = made.type, None
@@ -205,7 +206,7 @@ class _Operand:
             self.number = interpreter.TensorHandle(data, made.handle.dtype)
 
     def of(self, operand: Any, semantic: Any) -> Any:
-        """What one of them becomes."""
+        """The converted operand."""
         if self.stays:
             return operand
         handle = semantic.cast(operand, self.type.scalar).handle if self.number is None else self.number

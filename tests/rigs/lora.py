@@ -30,11 +30,11 @@ class Factors(NamedTuple):
 
 
 Adapter = dict[str, Factors]
-"""By module, experts one by one."""
+"""Factors by module, experts one by one."""
 
 
 def shapes_of(path: Path) -> list[LoraShape]:
-    """What adapters may change of a checkpoint."""
+    """The matrices of a checkpoint that adapters may change."""
     model = Decoder(spec_of(path), torch.float32, torch.device("meta"))
     return [each.shape for each in model.adaptable]
 
@@ -73,7 +73,7 @@ def save(
     rank: int = 4,
     **config: Any,
 ) -> Path:
-    """As PEFT saves it, with further fields of its `config`."""
+    """Write an adapter as PEFT saves it, with further fields of its `config`."""
     tensors: dict[str, Tensor] = {}
     for module, (a, b) in adapter.items():
         kind = "embedding_" if module.endswith("embed_tokens") else ""

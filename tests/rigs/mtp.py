@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.rigs import tiny_model
 
 LAYERS = 2
-"""Of the model; the layer behind them is the one of multi-token prediction."""
+"""Layers of the model; the layer behind them is the one of multi-token prediction."""
 PREFIX = f"model.layers.{LAYERS}."
 HYBRIDS = {
     "num_hidden_layers": LAYERS + 1,
@@ -66,7 +66,7 @@ class TinyMtp(NamedTuple):
 
 
 def _is_hybrid(model: transformers.PreTrainedModel) -> bool:
-    """Whose norms have weights less 1."""
+    """Whether the model is one whose norms have weights less 1."""
     return hasattr(model.config, "linear_num_key_heads")
 
 

@@ -27,7 +27,7 @@ UNTOUCHED = -9
 
 
 class Step:
-    """One step as a drafter sees it: `plan` before it, and behind it `tables` and `outcome(device)`."""
+    """A step as a drafter sees it: `plan` before it, and behind it `tables` and `outcome(device)`."""
 
     def __init__(
         self, plan: StepPlan, rows: list[tuple[int, int]], drafts: list[int], chosen: list[int]
@@ -36,7 +36,7 @@ class Step:
         self.plan, self._rows, self._drafts, self._chosen = plan, rows, drafts, chosen
 
     def outcome(self, samples: int, device: torch.device = CPU, proposes: bool = True) -> StepOutcome:
-        """In tensors of `samples`, whose padding is slot 0."""
+        """The outcome in tensors of `samples`, whose padding is slot 0."""
         before = np.concatenate([[0], np.cumsum(self._drafts)])
         owners = [*range(len(self._rows)), *np.repeat(np.arange(len(self._rows)), self._drafts).tolist()]
         slots = [self._rows[row][0] for row in owners]
@@ -68,7 +68,7 @@ class Texts:
         self.tables = SlotTables(rows, 1, CPU, most)
         self.tables.drafts[0] = UNTOUCHED
         self.texts: dict[int, list[int]] = {}
-        """By slot, `NO_TOKEN` for embeddings."""
+        """Tokens by slot, `NO_TOKEN` for embeddings."""
         self.taken = 0
         """Drafts that were accepted."""
         self._most, self._width = most, width
@@ -78,7 +78,7 @@ class Texts:
         self._step = 0
         self._namespaces, self._apart = namespaces, apart
         self.namespace: dict[int, int] = {}
-        """By slot."""
+        """Namespaces by slot."""
 
     def next(self) -> Step:
         """Make up a step. Tables and texts are then as they are behind it."""
@@ -142,7 +142,7 @@ class Texts:
         return Step(plan, rows, given, chosen)
 
     def _sampled(self, slot: int, drafts: list[int]) -> list[int]:
-        """What is sampled behind each token: some rows quote themselves, others rarely do."""
+        """Tokens sampled behind each token: some rows quote themselves, others rarely do."""
         text, period = list(self.texts[slot]), 3 + slot
         found = []
         for draft in [*drafts, 0]:
@@ -167,7 +167,7 @@ class Texts:
         return self.namespace[slot] * LETTERS if self._apart else 0
 
     def drafts(self, slot: int, first: int, longest: int, shortest: int) -> list[int]:
-        """Those that a row should have whose sample was of position `first`."""
+        """Drafts that a row should have whose sample was of position `first`."""
         text, tables = self.texts[slot], self.tables
         room = min(int(tables.limit[slot]) - len(text), int(tables.max_drafts[slot]), self._most)
         wanted = int(self._waited[slot] >= RETRY) if self.quiet(slot) else -(-self._expected[slot] // UNIT)
@@ -183,7 +183,7 @@ class Texts:
 
 
 def continuation(text: list[int], longest: int, shortest: int) -> list[int]:
-    """What follows the last earlier occurrence of the longest suffix that has one."""
+    """Tokens behind the last earlier occurrence of the longest suffix that has one."""
     for length in range(longest, shortest - 1, -1):
         suffix = text[-length:]
         for end in range(len(text) - 1, length - 1, -1):

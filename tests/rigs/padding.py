@@ -11,7 +11,7 @@ from tests.rigs.attention import PAGE
 from tests.rigs.tiny_model import VOCAB
 
 PAGES = 16
-"""Of a slot."""
+"""Pages of a slot."""
 
 
 def padded(exact: StepView, tokens: int) -> StepView:

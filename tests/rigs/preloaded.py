@@ -1,4 +1,4 @@
-"""What forks of `tests.rigs.forked` find imported."""
+"""Imports that forks of `tests.rigs.forked` start with."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from tests.rigs.wait import PATIENCE
 
 
 def take_ctrl_c() -> None:
-    """In a new process, before its program: a shell has what it runs in the background ignore SIGINT, and all
-    that this starts."""
+    """Restore SIGINT in a new process, before its program: a shell has what it runs in the background ignore
+    it, and all that this starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -47,7 +47,7 @@ def begin(
 
 
 class Ended(NamedTuple):
-    """What a command left."""
+    """Exit code and stderr of a command."""
 
     returncode: int
     stderr: str
@@ -70,7 +70,7 @@ class Process:
     """A running server."""
 
     def __init__(self, *arguments: str, own: bool = False, under: Sequence[str] = ()) -> None:
-        """As `begin`."""
+        """Start a server, with the arguments of `begin`."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile("r", prefix="loom-log-")  # noqa: SIM115 - until `close`
@@ -102,11 +102,11 @@ class Process:
         return self.process.wait(PATIENCE)
 
     def log(self) -> str:
-        """What it has logged since the last call."""
+        """The lines logged since the last call."""
         return self._log.read()
 
     def close(self) -> None:
-        """Kill it, and drop its log."""
+        """Kill the server, and drop its log."""
         self.process.kill()
         self.process.wait()
         self._log.close()

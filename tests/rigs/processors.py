@@ -16,8 +16,8 @@ AFTER = 3
 
 
 def fault(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
-    """On a GPU a device-side assertion, after which the device is unusable; on a CPU an exception that is not
-    an `Exception`."""
+    """Fail: on a GPU by a device-side assertion, after which the device is unusable; on a CPU by an exception
+    that is not an `Exception`."""
     if len(output_ids) < AFTER:
         return
     if logits.is_cuda:

@@ -54,18 +54,18 @@ class Simulation:
         self._rng = np.random.default_rng(0)
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """Call `act` when so many seconds have passed."""
+        """Call `act` when `seconds` seconds have passed."""
         heapq.heappush(self._events, (self.clock.now + seconds, next(self._numbers), act))
 
     def request(self, caller: str, tokens: int, output: int = 1, **options: Any) -> Request:
-        """A request with a prompt of so many random tokens, not queued yet."""
+        """A request with a prompt of `tokens` random tokens, not queued yet."""
         prompt = self._rng.integers(0, 1000, tokens, np.int32)
         request = Request(f"r{next(self._numbers)}", prompt, SamplingParams(max_tokens=output), **options)
         request.arrival, request.caller = self.clock.now, caller
         return request
 
     def run(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+        """Let `seconds` seconds pass."""
         end = self.clock.now + seconds
         while True:
             self._submit()
@@ -156,7 +156,7 @@ class Arrivals:
         self._arrive()
 
     def in_time(self, limit: float) -> int:
-        """Of those taken."""
+        """Number of taken requests with their first token within `limit`."""
         return sum(0.0 < request.first_token_at <= request.arrival + limit for request in self.taken)
 
     def _arrive(self) -> None:

@@ -1,4 +1,4 @@
-"""What a server says to requests of several kinds."""
+"""Texts that a server answers to requests of several kinds."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _LLAMA3 = _rope(
 )
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 _FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
-"""For half of the 12 dimensions that are rotated of a head of 16."""
+"""Factors for half of the 12 dimensions that are rotated of a head of 16."""
 _MOE: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -293,7 +293,7 @@ UNLISTED: dict[str, tuple[str, dict[str, Any]]] = {
     # Experts, which transformers stacks and a checkpoint keeps apart.
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}),
 }
-"""The same of architectures without a family, which run through transformers."""
+"""Architectures without a family, which run through transformers, in the form of `VARIANTS`."""
 
 FEW_EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": 4}
 """Changes to `qwen3-moe`, whose experts are slow on a CPU: one layer of each kind."""
@@ -350,7 +350,7 @@ HEADLESS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_headless(architecture: str, directory: Path) -> Tiny:
-    """The same for one of `HEADLESS`."""
+    """Build one of `HEADLESS`."""
     family, changes = HEADLESS[architecture]
     config = getattr(transformers, f"{family}Config")(**{**_SIZES, "pad_token_id": 0, **changes})
     torch.manual_seed(7)

@@ -27,7 +27,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """Like sentencepiece: "▁" for spaces, bytes for unknown characters, BOS in front."""
+    """A vocabulary like sentencepiece's: "▁" for spaces, bytes for unknown characters, BOS in front."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for word in ("▁", "a", "b", "c", "é", "▁a", "▁b", "日"):
         vocab.setdefault(word, len(vocab))

@@ -15,7 +15,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 async def grammars(bench: Bench) -> Outcome:
-    """Each is compiled or rejected, without a 5xx and without an effect on the neighbour."""
+    """Every grammar is compiled or rejected, without a 5xx and without an effect on the neighbour."""
     outcome = Outcome()
     hostile = [*_constraints().items(), *_distinct(bench.count(1_000, 5))]
     if not bench.timed:
@@ -124,7 +124,7 @@ BOMBS = (
 
 
 async def templates(bench: Bench) -> Outcome:
-    """Each is rejected within its time limit, without an effect on the neighbour."""
+    """Every template is rejected within its time limit, without an effect on the neighbour."""
     outcome = Outcome()
     bombs = BOMBS if bench.timed else BOMBS[:2]
 

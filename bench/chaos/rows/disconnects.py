@@ -41,7 +41,7 @@ async def killed(bench: Bench) -> Outcome:
 
 
 async def _disconnect_early(bench: Bench) -> None:
-    """One client: it disconnects at a random point, by a close or by a reset."""
+    """Run one client that disconnects at a random point, by a close or by a reset."""
     rng = bench.rng
     tokens = bench.count(800, 300)
     body: dict[str, Any] = {"prompt": "v" * rng.choice([5, 900]), "max_tokens": tokens, "ignore_eos": True}

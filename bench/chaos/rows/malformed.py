@@ -96,7 +96,7 @@ def _fields(openapi: dict[str, Any], operation: dict[str, Any]) -> list[str]:
 
 
 def _is_error(body: bytes) -> bool:
-    """Whether it is an error body of OpenAI, Anthropic, Cohere or Ollama: an object with a message."""
+    """Whether `body` is an error body of OpenAI, Anthropic, Cohere or Ollama: an object with a message."""
     try:
         error = json.loads(body)
     except ValueError:

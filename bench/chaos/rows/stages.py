@@ -106,7 +106,7 @@ async def hang(bench: Bench) -> Outcome:
 
 
 def _tokens(bench: Bench) -> int:
-    """Of an answer: still under way when a fault is injected."""
+    """Tokens of an answer that is still under way when a fault is injected."""
     return bench.count(200, 80)
 
 
@@ -133,7 +133,7 @@ def _end(answer: Answer, expected: list[int]) -> str:
 
 
 async def _ended(bench: Bench, tasks: list[asyncio.Task[Any]]) -> bool:
-    """Wait for all of them; False once there is no progress."""
+    """Wait for all `tasks`; False once there is no progress."""
     before, stalled = None, 0
     while not all(task.done() for task in tasks):
         try:

@@ -14,7 +14,7 @@ from bench.chaos.row import Outcome
 TOKENS = 32
 CONCURRENCY = 48
 REFUSED_WITHIN = 0.050
-"""Seconds."""
+"""Seconds within which a refused request must be answered."""
 
 
 async def streams(bench: Bench) -> Outcome:

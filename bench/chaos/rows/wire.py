@@ -39,7 +39,8 @@ WIRE: list[tuple[bytes, int]] = [
 
 
 async def wire(bench: Bench) -> Outcome:
-    """Each gets exactly one answer, with the status of the table and, for an error, an error body."""
+    """Every request gets exactly one answer, with the status of the table and, for an error, an error
+    body."""
     outcome = Outcome()
     for data, status in WIRE:
         async with asyncio.timeout(TIMEOUT):

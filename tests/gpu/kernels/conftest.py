@@ -66,8 +66,8 @@ def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def captures() -> None:
-    """For tests that capture a graph: its tensors come from torch's cache of memory, which a memory checker
-    turns off."""
+    """Skip tests that capture a graph where they cannot: its tensors come from torch's cache of memory, which
+    a memory checker turns off."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
         pytest.skip("no graph allocates without torch's cache of memory")
 

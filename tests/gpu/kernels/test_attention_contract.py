@@ -1,4 +1,4 @@
-"""What every attention backend promises: one suite, every backend, steps as a graph would hold them.
+"""The contract of every attention backend: one suite, every backend, steps as a graph would hold them.
 
 Page 0, the tails of pages and whatever stale entries of the page table point to are NaN. The torch
 backend of the CPU is given zeros there: it clears the tails of pages that it begins, and no step writes
@@ -33,7 +33,7 @@ CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 HOPPER = CudaFacts("", "NVIDIA H200", (9, 0), 132)
 GPU = cuda_facts() if CUDA else HOPPER._replace(processors=2)
-"""As if, for the interpreter."""
+"""Facts of the GPU; the interpreter gets those of Hopper, with two processors."""
 
 
 class Case(NamedTuple):
@@ -342,7 +342,7 @@ def test_flashinfer(name: str, deep: bool, device: torch.device, tolerance: floa
 def test_flashinfer_packs_keys_where_it_pays(
     chunks: tuple[tuple[int, int], ...], device: torch.device, tolerance: float
 ) -> None:
-    """It does for the first of these steps, and not for the second."""
+    """Packing pays for the first of these steps, and not for the second."""
     pytest.importorskip("flashinfer")
     step = make(Case(Heads(8, 2, 128), decode=(30, 2), chunks=chunks, pad=(7, 3, 2)), torch.bfloat16, device)
     backend = device_attention(step.config._replace(windows=(0, 0)), "prefill=flashinfer")
@@ -443,7 +443,7 @@ def test_torch(name: str) -> None:
     ["mixed, padded", "cascade, mixed", "head_dim 128", "drafts, 4 at once, mixed", "latents of 512 + 64"],
 )
 def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """What the interpreter's one dtype and a GPU's first do not show."""
+    """Other dtypes than the interpreter's one and a GPU's first."""
     step = make(CASES[name], dtype, device)
     backend = device_attention(step.config, "triton")
     bind(backend, [step.cache, step.cache])
@@ -473,7 +473,8 @@ def test_float8_pages(name: str, device: torch.device) -> None:
     ids=["decode", "few queries"],
 )
 def test_float8_pages_of_32000_keys(case: Case, device: torch.device) -> None:
-    """What e4m3 rounds, averaged over all keys, and not more: the bounds of core/schedule/README.md."""
+    """The error is that of rounding to e4m3, averaged over all keys, and not more: the bounds of
+    core/schedule/README.md."""
     step = make(case, DTYPE, device)
     coarse = [side.nan_to_num(0.0).to(torch.float8_e4m3fn) for side in step.cache]
     same = [side.to(DTYPE) for side in coarse]

@@ -85,7 +85,7 @@ def test_where_it_cannot_be_compiled_triton_serves_and_the_log_says_so(
     ("kv_heads", "plain", "deep"), [(8, [1], [1]), (4, [1, 2], [2]), (1, [1, 2, 4, 8], [8])]
 )
 def test_rows_that_it_takes(kv_heads: int, plain: list[int], deep: list[int], monkeypatch: Any) -> None:
-    """At most eight clusters; with many keys exactly eight."""
+    """The kernel takes at most eight clusters; with many keys exactly eight."""
     monkeypatch.setattr(cluster_decode, "compile_kernel", lambda *_: b"")
     monkeypatch.setattr(cluster_decode, "CudaKernel", lambda *_: None)
     kernel = ClusterDecode(32, kv_heads, 128, torch.bfloat16, CPU)

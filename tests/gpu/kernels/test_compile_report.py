@@ -1,4 +1,4 @@
-"""What `bench.kernels.compile` says of machine code."""
+"""Findings of `bench.kernels.compile` in machine code."""
 
 from __future__ import annotations
 

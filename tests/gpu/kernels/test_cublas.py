@@ -1,4 +1,4 @@
-"""Which products cuBLASLt is asked for by name, and that they are products."""
+"""Products that cuBLASLt is asked for by name, and that they are products."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_row_gone_wrong_stays_alone(device: torch.device, dtype: torch.dtype, 
 def test_first_tiles_loaded_ahead_change_nothing(
     window: int, newest: int, device: torch.device, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Of rows with fewer keys than `newest`, with a last tile of newest keys alone, and behind a window."""
+    """Rows have fewer keys than `newest`, or a last tile of newest keys alone, or a window."""
     heads, lengths = Heads(4, 2, 24), [1, 65, 200, 34]
     kept = pages(lengths, 16, heads, dtype, device)
     q = torch.randn(len(lengths), heads.q, heads.dim, device=device).to(dtype)

@@ -1,5 +1,5 @@
-"""What drafts in a chain take between their forwards: the kernels write what a CPU does, and say what the
-target would."""
+"""Kernels between the forwards of drafts in a chain: they write what a CPU does, and draw what the target
+would."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_block_is_drafted_at_once(
 
 
 def by_the_target(logits: Tensor, ids: Tensor | None, made: int) -> Tensor:
-    """What the target draws of the same logits, tokens that the draft lacks being impossible."""
+    """Tokens that the target draws from the same logits, tokens that the draft lacks being impossible."""
     own = tables(CPU)
     whole = logits
     if ids is not None:

@@ -60,13 +60,13 @@ class Both:
         self.kernels = Kernels(attention, caches, experts)
 
     def fused(self) -> ForwardContext:
-        """For the last view, padded."""
+        """Context for the last view, padded."""
         view: StepView = self.pages.seen[-1]
         view = padded(view, view.tokens + PADDING)
         return ForwardContext(view.positions, TritonOps(view, self.kernels))
 
     def check_pages(self) -> None:
-        """What both wrote is the same, and nothing else was written."""
+        """Check that both wrote the same, and nothing else."""
         plain, fused = self.pages.pool.data, self.pool.data
         written = plain.flatten(3).any(-1)
         assert torch.equal(written, fused.flatten(3).isfinite().any(-1))

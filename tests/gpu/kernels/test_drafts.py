@@ -44,7 +44,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 
 def some_jobs() -> list[Job]:
-    """With few tokens: the interpreter takes a tenth of a second for a step of twenty."""
+    """Jobs with few tokens: the interpreter takes a tenth of a second for a step of twenty."""
     return [
         msgspec.structs.replace(job, prompt=job.prompt[: PROMPT - at], max_tokens=TOKENS)
         for at, job in enumerate(job for job in jobs() if job.id in KINDS)
@@ -88,8 +88,8 @@ async def test_a_gpus_kernels_verify_drafts_of_a_hybrid(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
 async def test_hidden_states_of_accepted_paths(tmp_path: Path) -> None:
-    """Of trees, beside prompts, where the drafter reads the states behind the last norm: what is told of a
-    prompt's step is taken before accepted paths are moved."""
+    """Drafts are trees, beside prompts, and the drafter reads the states behind the last norm: hidden states
+    of a prompt's step are taken before accepted paths are moved."""
     kinds = [
         Job(
             id=f"{kind} {at}", prompt=np.array([5, 100 + at, *range(9, 18 + at)], np.int32), seed=at,
@@ -121,7 +121,7 @@ def gpus_machine(spec: ModelSpec) -> DraftMachine:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
 @pytest.mark.parametrize(("name", "tree"), [("eagle3", None), ("eagle", Tree(2, 2, 4))], ids=str)
 async def test_a_gpus_kernels_draft(engines: Engines, tmp_path: Path, name: str, tree: Tree | None) -> None:
-    """What they draft changes no text, and the steps are those of a CPU: as many drafts were accepted."""
+    """Drafts change no text, and the steps are those of a CPU: as many drafts were accepted."""
     kinds = some_jobs()
     plain = await engines.plain(kinds)
     sizes = PaddedSizes(SAMPLES, STEP_TOKENS, ROWS)

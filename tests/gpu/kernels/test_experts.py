@@ -1,5 +1,5 @@
-"""What is told of experts is what the kernels run, ties and all; and what is told of tokens comes from the
-plain launches of a captured step as from the plain runner."""
+"""Reported experts are those that the kernels run, ties and all; and reports on tokens come from the plain
+launches of a captured step as from the plain runner."""
 
 from __future__ import annotations
 

@@ -247,7 +247,8 @@ def test_compilers_leave_cpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_flashinfers_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled beside a server FlashInfer itself finds up to date, and what is out of date we do."""
+    """FlashInfer itself finds a library up to date that was compiled beside a server, and we find out of date
+    what it does."""
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     pytest.importorskip("flashinfer")

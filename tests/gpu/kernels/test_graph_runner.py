@@ -81,7 +81,8 @@ def test_after_a_warm_up_of_every_size(tiny: Tiny) -> None:
 
 
 def test_kernels_of_all_sizes_are_compiled_before_the_first_graph(tiny: Tiny) -> None:
-    """In the context of `Machine.ahead`, and nothing else is: `NoWarmUp` calls nothing."""
+    """Compilation happens in the context of `Machine.ahead`, and nothing else does: `NoWarmUp` calls
+    nothing."""
     inside, calls = [False], list[bool]()
 
     @contextmanager
@@ -106,7 +107,7 @@ def test_kernels_of_all_sizes_are_compiled_before_the_first_graph(tiny: Tiny) ->
 
 
 def test_states_of_linear_attention(tmp_path: Path) -> None:
-    """Of a chunk that begins in another's middle, saved within a chunk and behind a decode step."""
+    """A chunk begins in another's middle; states are saved within a chunk and behind a decode step."""
     kinds = ["linear_attention", "full_attention"]
     path = tiny_model.build("qwen3.5", tmp_path, num_hidden_layers=2, layer_types=kinds).path
     both = Both(path)
@@ -165,7 +166,7 @@ def test_penalties(both: Both) -> None:
 
 
 def test_penalties_beside_rows_that_no_graph_holds(both: Both) -> None:
-    """The same counts, whoever samples the row."""
+    """The counts are the same, whoever samples the row."""
     run(both, [*PENALISED, SamplingParams(temperature=0.0, logprobs=0)], 4)
     for _ in range(3):
         both.step(decode=[1, 2, 3])
@@ -186,15 +187,15 @@ def test_an_order_larger_than_its_entry(tiny: Tiny, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("positions", [256, 6])
 def test_prompt_logprobs(both: Both, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of chunks that are scored slice by slice."""
+    """Log-probabilities are equal also for chunks that are scored slice by slice."""
     monkeypatch.setattr("gpu.prompt.POSITIONS", positions)
     run(both, [SamplingParams(temperature=0.0)] * 2, 1, logprobs=2)
 
 
 @pytest.mark.parametrize("hidden", ["first", "last", "sum", "all"])
 def test_hidden_states_come_from_graphs(both: Both, hidden: Hidden, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of prompts in pieces, of prompts beside rows and of rows that decode, with prompt log-probabilities: no
-    forward is launched plainly, which would slow down all rows of the step."""
+    """Hidden states of prompts in pieces, of prompts beside rows and of decode rows, with prompt
+    log-probabilities: no forward is launched plainly, which would slow down all rows of the step."""
     plain = plain_forwards(both, monkeypatch)
     rig, states = both.rig, SamplingParams(temperature=0.0, hidden="all")
     first = Chunk(1, 0, ints(PROMPT[:7]), False, target=PROMPT[7], logprobs=1, hidden=hidden)
@@ -208,7 +209,7 @@ def test_hidden_states_come_from_graphs(both: Both, hidden: Hidden, monkeypatch:
 
 
 def plain_forwards(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each forward from now on whether it is launched plainly."""
+    """Whether each forward from now on is launched plainly."""
     plain, forward = list[bool](), both.runner._forward
 
     def watched(key: Forward, uncaptured: Uncaptured | None = None, brief: bool = False) -> torch.Tensor:
@@ -262,7 +263,7 @@ def test_prompts_of_embeddings(both: Both) -> None:
 
 
 def test_a_slot_starts_anew_behind_a_cached_prefix(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so many keys that its chunk takes a deep graph."""
+    """The slot has so many keys that its chunk takes a deep graph."""
     monkeypatch.setattr("gpu.step.steps.DEEP_KEYS", 2 * PAGE)
     rig = both.rig
     run(both, [SamplingParams(temperature=0.0)], 2)
@@ -359,8 +360,8 @@ def test_steps_ahead_of_their_answers(both: Both, digits: Grammar) -> None:
 def test_a_step_whose_answer_is_lost_ends_the_executor(
     tiny: Tiny, digits: Grammar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an error of the device: the wait raises, and the launch of the next step, which waits for
-    the masked tokens of this one, must not wait for ever."""
+    """The wait raises, as after an error of the device, and the launch of the next step, which waits for the
+    masked tokens of this one, must not wait for ever."""
     both = Both(tiny.path)
     news = [constrained(both, 1, digits, GREEDY)]
     plans = [both.rig.plan(chunks=[Chunk(1, 0, ints(PROMPT), True)], new=news), both.rig.plan(decode=[1])]

@@ -93,7 +93,7 @@ def test_a_cut_fits_what_it_cuts(name: str, rows: int) -> None:
 
 @pytest.fixture
 def instructions(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels ask a GPU for and the interpreter does not run: by Triton's own operations."""
+    """Replace the instructions that the interpreter does not run by Triton's own operations."""
 
     def run(asm: Any, _: str, words: Any, *, dtype: Any, **__: object) -> Any:
         text = getattr(asm, "value", asm)
@@ -129,7 +129,7 @@ def test_float16(rows: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize(("base", "kind"), [(0x4300, torch.bfloat16), (0x6400, torch.float16)])
 def test_numbers_in_a_mantissa(base: int, kind: torch.dtype) -> None:
-    """What the kernels' instructions rely on, which the interpreter does not run."""
+    """The kernels' instructions rely on this, and the interpreter does not run them."""
     numbers = torch.arange(16, dtype=torch.int16)
     found = (numbers | base).view(kind)
     assert torch.equal(found.float(), numbers.float() + (128 if kind == torch.bfloat16 else 1024))

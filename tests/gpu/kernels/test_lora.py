@@ -47,7 +47,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def made(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[LoraMatrix, LoraRows, torch.Tensor]:
-    """Its matrix, its list, and rows that hold no number where they are padding."""
+    """Matrix and list of a case, and rows that hold no number where they are padding."""
     lora = lora_matrix(case.ranks, case.inputs, case.parts, dtype, device)
     rows = lora_rows(case.used, len(case.ranks), device, PADDING)
     x = torch.randn(len(rows.places), case.inputs, device=device).to(dtype)
@@ -91,7 +91,7 @@ def test_embedding(dtype: torch.dtype, device: torch.device, tolerance: float) -
 
 
 def test_logits(dtype: torch.dtype, device: torch.device, tolerance: float) -> None:
-    """Of a head in another dtype than its rows."""
+    """The head has another dtype than its rows."""
     lora, rows, x = made(CASES["mixed"], dtype, device)
     y = torch.randn(len(x), 112, device=device)
     expected = y.clone()

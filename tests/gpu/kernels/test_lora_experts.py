@@ -55,7 +55,7 @@ def made(
 
 
 def given(adapters: tuple[LoraExperts, LoraRows]) -> dict[str, Any]:
-    """Of `run_moe`."""
+    """Arguments of `run_moe`."""
     return {"lora": adapters[0], "adapters": adapters[1]}
 
 

@@ -90,7 +90,8 @@ def hopper() -> bool:
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("cut", [SkinnyConfig(64, 128, 2, 4, 6), SkinnyConfig(64, 128, 1, 4, 6)])
 def test_a_product_waits_for_what_its_epilogue_adds(device: torch.device, cut: SkinnyConfig) -> None:
-    """It begins before `shrink` has ended: every replay finds what one kernel after the other does."""
+    """The product begins before `shrink` has ended: every replay finds what one kernel after the other
+    does."""
     x, weight, _ = linear(32, 4096, 4096, device, torch.bfloat16)
     lora = lora_matrix([16] * 8, 4096, (4096,), torch.bfloat16, device)
     rows, scale = lora_rows([row % 8 for row in range(32)], 8, device), x.new_ones(4096)

@@ -233,7 +233,7 @@ def test_few_rows(
 
 
 def test_few_rows_are_added_to_a_residual(device: torch.device) -> None:
-    """The same bits as by the norm's kernel. Padding is not written."""
+    """The sums have the same bits as by the norm's kernel. Padding is not written."""
     x, logits, w13, w2 = moe_inputs(3, SIZE, torch.bfloat16, device)
     layer, count, config = Experts(w13, w2, SIZE.top_k), scalar(2, device), FewRowsConfig(4, 3, 128, 8)
     residual = torch.randn_like(x)
@@ -265,7 +265,7 @@ Scaled = tuple[MoeInputs, tuple[torch.Tensor, torch.Tensor]]
 
 
 def coarse(inputs: MoeInputs, how: Callable[..., tuple[torch.Tensor, torch.Tensor]] = quantise) -> Scaled:
-    """The same with weights of 8 bits, and their scales."""
+    """The inputs with weights of 8 bits, and their scales."""
     w13, s13 = how(inputs.w13)
     w2, s2 = how(inputs.w2)
     return inputs._replace(w13=w13, w2=w2), (s13, s2)

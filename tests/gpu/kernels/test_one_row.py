@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 
 
 def test_keys_loaded_ahead_and_a_merge_kernel_change_nothing_of_a_layer() -> None:
-    """And without attention it is another layer."""
+    """A layer without attention is another one, though."""
     start, found, size = torch.randn(1, 64), [], Size(64, Heads(4, 2, 16))
     cut = DecodeConfig(32, 4, 2, 3)
     for each, attends in ((cut, True), (cut._replace(newest=1), True), (cut, False)):

@@ -1,4 +1,4 @@
-"""The same hidden states by the fused operations as by plain torch, for every family.
+"""Fused operations give the same hidden states as plain torch, for every family.
 
 One decoder runs twice: on packed rows of true tokens with `TorchOps`, and on a padded view with
 `TritonOps`, whose pages start as NaN.
@@ -158,7 +158,7 @@ FAMILIES = (
     "qwen3-moe-mixed",
     "gpt-oss",
 )
-"""One of each that differs to the kernels; the interpreter takes two seconds a model."""
+"""One variant of each kind that differs to the kernels; the interpreter takes two seconds a model."""
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
@@ -181,8 +181,8 @@ def test_hidden_states_and_pages(variant: str, tmp_path: Path) -> None:
     "variant", ["qwen2", "qwen3-moe-mixed", "qwen2-moe", "gemma3", "olmo3", "deepseek-v3-halves", "gpt-oss"]
 )
 def test_products_of_few_rows(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By kernels of their own, which float32 is not given: here it is, in wide cuts for the interpreter. Of a
-    lone row they run the norms in front of them and add to the residual."""
+    """Products of few rows have kernels of their own, which float32 is not given: here it is, in wide cuts
+    for the interpreter. Of a lone row they run the norms in front of them and add to the residual."""
     monkeypatch.setattr("gpu.ops.fused.gemv_config", lambda *_, **__: GemvConfig(32, 4))
     both = Both(variant, tmp_path)
     both.step(begins(1, 1, 2), 2)
@@ -260,7 +260,8 @@ def test_products_of_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 @pytest.mark.usefixtures("rounding")
 def test_weights_of_8_bits(variant: str, held: Fp8 | W8A8, count: int, tmp_path: Path) -> None:
-    """As the plain operations, but for inputs that lie between two numbers and fall to either."""
+    """Results are those of the plain operations, but for inputs that lie between two numbers and fall to
+    either."""
     both = Both(variant, tmp_path, held)
     plan = begins(1, 1, count)
     with device_thread(CPU):
@@ -273,7 +274,7 @@ def test_weights_of_8_bits(variant: str, held: Fp8 | W8A8, count: int, tmp_path:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_weights_of_4_bits(counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few and of more rows, and of so many that a product is one of weights with all their bits; also on a
+    """Products have few rows, more rows, and so many that weights are taken with all their bits; also on a
     device without counters, where inputs are not split."""
     monkeypatch.setattr("gpu.kernels.gemm.int4.MOST_ROWS", 40)
     both = Both("qwen2", tmp_path, int4=KINDS["awq"])

@@ -1,4 +1,5 @@
-"""When a step's keys are packed, and that what lies there is what their pages hold, then zeros."""
+"""Packed keys: when a step's keys are packed, and that what lies there is what their pages hold, then
+zeros."""
 
 from __future__ import annotations
 

@@ -128,11 +128,11 @@ def test_keys_are_cut_to_fill_the_programs(programs: int, least: int, device: to
 
 
 Work = tuple[int, int, int, int, int, int, int]
-"""Of a tile of FA3: number, first row, where its keys begin, queries, keys, head, slot."""
+"""A tile of FA3: number, first row, where its keys begin, queries, keys, head, slot."""
 
 
 def listed(found: Fa3Schedule, programs: int) -> list[list[Work]]:
-    """What each program is given."""
+    """Tiles that each program is given."""
     tile, row, keys_at, queries, keys, head, run, chunk, same = found.offsets
     assert same == 0 and all(offset % 16 == 0 for offset in found.offsets)
     numbers = found.numbers.tolist()

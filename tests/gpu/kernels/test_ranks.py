@@ -32,8 +32,8 @@ def wait(rank: PeerRank, whether: bool) -> None:
 def in_turn(
     ranks: list[PeerRank], run: Sequence[Callable[[], Tensor]], counts: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What each of `run` finds when all others have stored theirs: their first run is not worth anything, and
-    is not counted."""
+    """Results of each of `run` when all other ranks have stored theirs: the first run is not worth anything,
+    and is not counted."""
     before = [count.clone() for count in counts]
     for rank, each in zip(ranks, run, strict=True):
         wait(rank, False)
@@ -99,7 +99,7 @@ def test_a_sum_alone(ranks: list[PeerRank], device: torch.device, dtype: torch.d
 
 
 def test_a_sum_of_mean_squares(ranks: list[PeerRank], device: torch.device) -> None:
-    """In float32, beside sums of hidden states, which have inboxes of their own."""
+    """The sum is in float32, beside sums of hidden states, which have inboxes of their own."""
     parts = [torch.rand(4, 2, device=device) for _ in range(RANKS)]
     run = [partial(rank.reduce_sum, part) for rank, part in zip(ranks, parts, strict=True)]
     for found in in_turn(ranks, run, [rank._pairs.turns for rank in ranks]):

@@ -83,7 +83,7 @@ CHOICES = {
 def test_scores_with_a_bias_in_groups(
     name: str, renormalise: bool, kind: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the plain operations, by few rows' kernel and by that of many."""
+    """Both kernels, for few rows and for many, route as the plain operations do."""
     experts, choice = CHOICES[name]
     if choice.sigmoid:
         choice = choice._replace(bias=torch.randn(experts, device=device))

@@ -55,7 +55,7 @@ def test_tokens(device: torch.device) -> None:
 
 
 def by_the_cpu(row: torch.Tensor, words: torch.Tensor, rule: Rule) -> int:
-    """What `tests.rigs.sampler` draws."""
+    """The token that `tests.rigs.sampler` draws."""
     field = survivors(row, torch.arange(len(row), dtype=torch.int32), float(row.max()), rule)
     race = field.weights / exponential(words[field.ids.long()])
     return int(field.ids[race.argmax()])

@@ -54,7 +54,8 @@ def kernels(request: pytest.FixtureRequest) -> SamplingKernels:
 
 @pytest.mark.parametrize("vocab", [1, 7, 300, 4096, 9000])
 def test_scores_are_those_of_a_stable_sort(kernels: SamplingKernels, vocab: int) -> None:
-    """With ties as bfloat16 has them, and zeros of both signs; more rows than have keys at once."""
+    """Logits have ties as bfloat16 has them, and zeros of both signs; there are more rows than have keys at
+    once."""
     rows = 70
     logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).bfloat16().float()
     logits[:, ::5] = 0.0
@@ -115,7 +116,7 @@ def adjusted(
 
 
 def changes(sampler: Sampler, vocab: int) -> tuple[dict[int, float], set[int]]:
-    """What slot 1 adds to zeros, by id, and the ids it forbids."""
+    """Values that slot 1 adds to zeros, by id, and the ids it forbids."""
     row = adjusted(sampler, torch.zeros(1, vocab))[0]
     forbidden = set(row.isneginf().nonzero().squeeze(1).tolist())
     added = {i: float(row[i]) for i in row.nonzero().squeeze(1).tolist() if i not in forbidden}
@@ -201,7 +202,8 @@ def test_a_mask_adds_minus_infinity_and_forbids_what_lies_behind_it(kernels: Sam
 
 @pytest.mark.parametrize("vocab", [12, 5000])
 def test_the_penalties_of_a_draft_count_those_before_it(kernels: SamplingKernels, vocab: int) -> None:
-    """As if the drafts had been taken one step after another; a prompt's end has none before it."""
+    """Penalties count as if the drafts had been taken one step after another; a prompt's end has none before
+    it."""
     tables = SlotTables(3, 1, CPU, 3)
     tables.count_row[1:] = torch.tensor([0, -1, 1])
     tables.repetition[1:], tables.frequency[1:], tables.presence[1:] = 1.5, 0.25, 0.5
@@ -273,7 +275,7 @@ def agree(got: Sampled, want: Sampled) -> None:
 
 
 def only(sampled: Sampled, row: int) -> Sampled:
-    """What the row alone would get."""
+    """The part of the result that belongs to `row`."""
     logprobs = {0: sampled.logprobs[row]} if row in sampled.logprobs else {}
     failed = {0: sampled.failed[row]} if row in sampled.failed else {}
     return Sampled(sampled.tokens[row : row + 1], logprobs, failed)
@@ -305,7 +307,7 @@ def test_rows_of_every_option_beside_each_other(vocab: int, rows: int) -> None:
 
 
 def test_weights_are_those_that_the_filters_leave() -> None:
-    """With ties at every cut."""
+    """Logits have ties at every cut."""
     params = [
         SamplingParams(temperature=heat, top_k=k, top_p=p, min_p=least)
         for heat in (0.5, 1.0, 3.0) for k in (0, 2, 9) for p in (1.0, 0.9, 0.2) for least in (0.0, 0.1)

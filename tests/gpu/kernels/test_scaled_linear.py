@@ -25,7 +25,7 @@ KINDS = {"rows": quantise, "blocks": quantise_blocks, "int8": partial(quantise, 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These sizes are multiplied as large ones are."""
+    """Multiply these small sizes as large ones are."""
     monkeypatch.setattr("gpu.kernels.gemm.skinny.LEAST_WEIGHTS", 1)
     monkeypatch.setattr("gpu.kernels.gemm.skinny.FILLED", 4)
 

@@ -417,7 +417,7 @@ def test_drafts_go_to_the_rows_that_will_most_likely_take_them(
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_new_slots_words_reach_their_columns(kernels: str, device: torch.device) -> None:
-    """Of a slot among others, each column its own value."""
+    """A new slot's columns, among those of others, each have a value of their own."""
     run = on(kernels, device)
     tables, rings = SlotTables(ROWS, PAGES, device), Rings(Entries(LIMITS, 2, device), device)
     buffers = StepBuffers(tables, LIMITS, HiddenShape(8, torch.float32))

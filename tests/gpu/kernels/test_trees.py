@@ -40,7 +40,7 @@ class Tree(NamedTuple):
 
     @classmethod
     def random(cls, rng: np.random.Generator, nodes: int) -> Tree:
-        """Of few different tokens, so that many are right, siblings among them."""
+        """A tree of few different tokens, so that many are right, siblings among them."""
         parents = [int(rng.integers(max(node - 3, 0), node)) for node in range(1, nodes + 1)]
         return cls(parents, rng.integers(0, VOCAB, nodes).tolist())
 

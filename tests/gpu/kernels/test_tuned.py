@@ -1,4 +1,4 @@
-"""Which tile sizes a step gets."""
+"""Tile sizes that a step gets."""
 
 from __future__ import annotations
 
