@@ -58,8 +58,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     quantization: Annotated[
         Literal["auto", "none", "fp8", "fp8-blocks", "int8"],
         "quantization of linear layers; auto: on a GPU that of the checkpoint (FP8; int8 of W8A8; 4 bits of "
-        "AWQ, GPTQ or W4A16), on a CPU 8 bits of any quantised one; fp8, fp8-blocks: on a GPU, per channel "
-        "unless it has scales, per 128 x 128; int8: per channel, and activations per token; none: dequantise",
+        "AWQ, GPTQ or W4A16), on a CPU 8 or 4 bits of any quantised one; fp8, fp8-blocks: on a GPU, per "
+        "channel unless it has scales, per 128 x 128; int8: per channel, and activations per token; none: "
+        "dequantise",
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
