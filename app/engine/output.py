@@ -46,8 +46,6 @@ class Stream:
         self._repetition = repetition
         self._searched = stops is not None or repetition is not None
         self._single = single_tokens
-        self.min_tokens = 0
-        """Tokens whose text is not searched for stops."""
         self._tokens: list[int] | None = None
         """Tokens without text yet."""
         self._logprobs: list[RowLogprobs] | None = None
@@ -135,7 +133,7 @@ class Stream:
 
     def _scan(self, text: str) -> tuple[str, str | None]:
         """Search more text for stops. Returns the text that may be sent, and the stop that it completes."""
-        if self._stops is None or self.count <= self.min_tokens:
+        if self._stops is None or self.count <= self._stops.min_tokens:
             return text, None
         return self._stops.feed(text)
 

@@ -317,11 +317,9 @@ class Submitter:
         detokenizer, text = self._detokenizer(job, run.prompt), job.text
         stops = None
         if text.stop or text.stop_regex:
-            stops = StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
+            stops = StopScanner(text.stop, text.stop_regex, text.include_stop, job.sampling.min_tokens)
         repetition = None if text.repetition is None else RepetitionScanner(text.repetition)
-        stream = Stream(index, run.sink, run.last, detokenizer, stops, repetition, job.single_tokens)
-        stream.min_tokens = job.sampling.min_tokens
-        return stream
+        return Stream(index, run.sink, run.last, detokenizer, stops, repetition, job.single_tokens)
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()

@@ -121,9 +121,15 @@ class StopScanner:
     """
 
     def __init__(
-        self, stops: Sequence[str], patterns: Sequence[str] = (), include_stop: bool = False
+        self,
+        stops: Sequence[str],
+        patterns: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """Stops and patterns as `check_stops` lets them pass; `include_stop` leaves the stop in the text."""
+        """Stops and patterns as `check_stops` lets them pass; `include_stop` leaves the stop in the text. The
+        text of the first `min_tokens` tokens must not be fed."""
+        self.min_tokens = min_tokens
         self._stops = [_Stop(stop) for stop in stops]
         self._patterns = _Patterns(patterns) if patterns else None
         self._include = include_stop
