@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class AnswerSpec(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """The jobs of one request, and the frames that make its answer."""
+    """The jobs of one request, and the frames that its answer is made of."""
 
     engine: Generator
     jobs: Sequence[Job]

@@ -62,7 +62,7 @@ def _nesting(body: bytes) -> int:
 
 
 def converted(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """A body that is decoded to Python values already, as a Struct. Raises as `decode_json` does."""
+    """Convert a body that is already decoded to Python values into a Struct. Raises as `decode_json` does."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

@@ -51,7 +51,7 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     fields: Fields | None = None
     """How arguments are written; None: as one JSON object."""
     numbered: str = ""
-    """Text after the number that comes behind `begin`; empty: there is no number."""
+    """Text after the call's number, which follows `begin`; empty: calls have no number."""
     last: bool = False
     """A call ends the answer: there is one at most."""
 

@@ -48,7 +48,7 @@ DSML = Tags(
 )
 DSML_4 = DSML._replace(calls=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
 DSML_PLAIN = MINIMAX._replace(calls=("<function_calls>", "</function_calls>"))
-"""DeepSeek's tags where the special token was left out (vLLM issue 30541)."""
+"""DeepSeek's tags as models write them without the special token (vLLM issue 30541)."""
 _IS_STRING = '" string="'
 """Text in DeepSeek's tags between an argument's name and `true` or `false`."""
 _KEY = ("<arg_key>", "</arg_key>")

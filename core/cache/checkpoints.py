@@ -68,7 +68,7 @@ class Checkpoints:
         return node
 
     def fresh(self, node: RadixNode) -> RadixNode | None:
-        """The nearest node, at or above `node`, with a checkpoint, if that is of the step being planned."""
+        """The nearest node with a checkpoint, `node` or an ancestor, if the step being planned saves it."""
         while node.parent is not None and not node.checkpoint:
             node = node.parent
         return node if node.checkpoint and self._made[node] == self._step else None

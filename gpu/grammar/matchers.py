@@ -58,7 +58,7 @@ class Masks(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Stands in place of a slot's matcher that broke while replaying its output."""
+    """Replaces the matcher of a slot that broke while it replayed the slot's output."""
 
     reason: str
 

@@ -197,8 +197,8 @@ def _scales_of(name: str, shape: list[int], shard: _Shard) -> torch.Tensor:
 
 
 def _put_scaled(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """Put a scaled weight as it is where its place has numbers of its dtype, scaled the same way; dequantise
-    it elsewhere."""
+    """Put a scaled weight. It is copied as it is if its place has the same dtype and kind of scale, and
+    dequantised otherwise."""
     shape = filler.scale_shape(name, weight.dtype)
     kept = None if shape is None else as_place_scale(scale, shape)
     if kept is not None:

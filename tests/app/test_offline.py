@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -187,9 +187,12 @@ def test_more_errors(llm: LLM) -> None:
         llm.generate("x", temprature=0)
     with pytest.raises(TypeError):
         llm.stream("x", messages=HI)
-    for several in ({"prompt": ["x", "y"]}, {"prompt": []}, {"messages": []}, {"messages": [HI, HI]}):
+    for prompts in (["x", "y"], []):
         with pytest.raises(TypeError, match="one prompt or conversation"):
-            llm.stream(**several)  # type: ignore[arg-type]
+            llm.stream(cast(Any, prompts))
+    for conversations in ([], [HI, HI]):
+        with pytest.raises(TypeError, match="one prompt or conversation"):
+            llm.stream(messages=cast(Any, conversations))
     with pytest.raises(RequestError):
         llm.generate(["good", ""], max_tokens=1900, ignore_eos=True)
     until_idle(llm)

@@ -209,7 +209,7 @@ def test_hidden_states_of_tokens_behind_a_stop_are_dropped(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_pages_follow_the_most_that_rows_can_write(depth: int) -> None:
-    """Rows have no more pages than that: (depth + 1) queries ahead."""
+    """A row holds pages for at most depth + 1 queries ahead, and no more."""
     h = Harness(pages=400, page_size=1, drafts=3, samples=32, depth=depth, seed=3)
     a = h.request([1, 2, 3], 60)
     while a.finish is None:

@@ -151,7 +151,7 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(target: CausalModel, tmp_pa
 
 
 def test_a_head_goes_on_with_other_weights_of_its_target(target: CausalModel, tmp_path: Path) -> None:
-    """Weights that the head shares are the new target's, as if it had been loaded for that one."""
+    """After an update the head shares the new target's weights, as if it had been loaded for that target."""
     path = draft_heads.write("eagle3.1", tmp_path, **{"lm_head.weight": None})
     spec = read_draft(draft_heads.CONFIGS["eagle3.1"], target.spec)
     other = load_model(target.spec, None, torch.float32, CPU)

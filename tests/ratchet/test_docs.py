@@ -126,7 +126,7 @@ def test_commands_are_accepted(guide: Path) -> None:
 
 
 def test_commands_are_found() -> None:
-    """Commands are found in all forms: otherwise the test above would hold for lack of any."""
+    """The search finds commands of every form: if it found none, the test above would pass anyway."""
     found = {tree.name(guide): list(commands(guide)) for guide in guides()}
     assert len(found["README.md"]) >= 6
     assert found["configs/deploy/README.md"][0] == ["serve", "Qwen/Qwen3-8B"]
