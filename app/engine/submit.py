@@ -94,9 +94,7 @@ class Submitter:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {job.n}.", "n")
         if job.max_tokens != 0 and not self._generates:
             raise RequestError("This model does not generate text.", "model", "unsupported_model")
-        key = job.owner, job.id
-        if key in self._runs:
-            raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
+        key = self._free_key(job)
         self._adapters.acquire(job.root.adapter)
         preparing = self._runs[key] = _Preparing()
         arrived = self._clock()
@@ -188,6 +186,16 @@ class Submitter:
             raise Unavailable(f"The engine has failed: {self._replicas.failure}")
         if self._draining and not job.continues:
             raise Unavailable("The server is shutting down.")
+
+    def _free_key(self, job: Job) -> JobKey:
+        """The job's own id where no other has it. Part of an answer under way (`id-1`) gets another number
+        instead: a client that chose the same id must not end it."""
+        id = job.id
+        while (job.owner, id) in self._runs:
+            if not job.continues:
+                raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
+            id += "-0"
+        return job.owner, id
 
     async def _encode(self, job: Job) -> Ints:
         if isinstance(job.prompt, str):

@@ -136,6 +136,20 @@ async def test_a_server_that_drains_lets_it_go_on(bench: Bench, tokenizer: Token
         await watched.start()
 
 
+async def test_it_goes_on_beside_a_request_with_the_id_of_what_follows(
+    bench: Bench, tokenizer: Tokenizer
+) -> None:
+    watched = Watched(bench, tokenizer)
+    run = await watched.start(n=2)
+    # The requests after the cuts are named after the choices, which a client may name its own after.
+    others = [await bench.start(id, 300) for id in ("a-0", "a-1", "a-1-0")]
+    await run.wait()
+    assert [watched.reason(index) for index in range(2)] == [FinishReason.LENGTH] * 2
+    assert not any(other.finish(0) for other in others)
+    assert bench.submitter.abort(["a"]) == 3
+    await settle()
+
+
 async def test_a_failed_device_ends_it_with_the_reason(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer, fail_at=12)
     watched = Watched(bench, tokenizer)
