@@ -8,6 +8,7 @@ import resource
 import socket
 import ssl
 from contextlib import ExitStack
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,10 +28,12 @@ accepted, at turns of 5 to 30 ms (`short512` on two H200s)."""
 
 
 class Address(NamedTuple):
-    """`url` as clients on this host write it, with `uds`, the path of the socket, where there is no port."""
+    """`url` as clients on this host write it, with `uds`, the path of the socket, where there is no port;
+    `remote`: other hosts may connect."""
 
     url: str
     uds: str = ""
+    remote: bool = False
 
     def __str__(self) -> str:
         return self.uds or self.url
@@ -60,7 +63,7 @@ async def listen(runner: Runner, serve: ServeConfig) -> Address:
             hint = f" Another server took port {serve.port} just now: choose one with --port (0: a free one)."
         raise ConfigError(f"cannot listen: {error.strerror or error}.{hint}") from error
     name = "localhost" if host in ANYWHERE else f"[{host}]" if ":" in host else host
-    return Address(f"{scheme}://{name}:{port}")
+    return Address(f"{scheme}://{name}:{port}", remote=not ip_address(host).is_loopback)
 
 
 def tls(serve: ServeConfig) -> ssl.SSLContext | None:

@@ -10,6 +10,8 @@ from app.listen import Address
 from app.service import Loaded
 from core.config import ServeConfig
 
+OPEN = "anybody who reaches this port, control routes included: set --api-key to change that"
+
 
 def summary(address: Address, serve: ServeConfig, loaded: Loaded, memory: tuple[str, ...]) -> list[str]:
     """Lines for the log. `memory` says what each device holds, one phrase a part."""
@@ -20,6 +22,7 @@ def summary(address: Address, serve: ServeConfig, loaded: Loaded, memory: tuple[
         f"  model    {card.architecture} in {card.dtype} on {card.device}{through}",
         f"  context  {card.context_length:,} tokens",
         f"  memory   {', '.join(memory)}",
+        *([f"  access   {OPEN}"] if address.remote and not serve.keyed else []),
         f"  try it   {_curl(address, serve, loaded)}",
         f"  stop     Ctrl-C or kill {os.getpid()}: requests get {serve.drain_timeout:g} s to finish",
     ]

@@ -76,6 +76,17 @@ async def test_a_path_that_cannot_be_listened_on_is_named(tmp_path: Path) -> Non
         assert address.uds == path
 
 
+@pytest.mark.parametrize(
+    ("host", "remote"),
+    [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True)],
+)
+async def test_whether_other_hosts_may_connect_is_known(tmp_path: Path, host: str, remote: bool) -> None:
+    async with served(tmp_path, host=host) as (_, address):
+        assert address.remote == remote
+    async with served(tmp_path, host=host, uds=str(tmp_path / "http")) as (_, address):
+        assert not address.remote
+
+
 @pytest.mark.parametrize("host", ["a..b", "ä..b", "a\0b"])
 def test_a_host_that_cannot_be_one_is_named(host: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on .*b port 0: .*Choose another --host"):

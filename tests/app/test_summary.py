@@ -68,6 +68,13 @@ def test_a_key_is_named_and_not_shown() -> None:
     assert "secret" not in "\n".join(lines)
 
 
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+def test_a_server_that_is_open_to_other_hosts_says_so(remote: bool, keys: tuple[str, ...]) -> None:
+    lines = summary(HERE._replace(remote=remote), ServeConfig(api_key=keys), loaded(), MEMORY)
+    assert any("--api-key" in line for line in lines) == (remote and not keys)
+
+
 def test_the_certificate_is_named_to_curl() -> None:
     words = curl(summary(HERE, ServeConfig(ssl_certfile="/c.pem"), loaded(), MEMORY))
     assert words[2:4] == ["--cacert", "/c.pem"]
