@@ -239,20 +239,19 @@ def _make_masks_once() -> None:
         array.setflags(write=False)
         return array
 
-    def load(self: Any, ptr: Any, cache_policy: object, is_volatile: bool) -> Any:
+    # `options`: how to cache and whether it is volatile, in as many arguments as the version of Triton has.
+    def load(self: Any, ptr: Any, *options: Any) -> Any:
         mask = interpreter.TensorHandle(full(ptr.data.shape, 1, np.bool_), tl.int1)
-        return self.create_masked_load(ptr, mask, None, cache_policy, is_volatile)
+        return self.create_masked_load(ptr, mask, None, *options)
 
     masked_load = builder.create_masked_load
 
-    def load_masked(
-        self: Any, ptrs: Any, mask: Any, other: Any, cache_policy: object, is_volatile: bool
-    ) -> Any:
+    def load_masked(self: Any, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
         if other is None:
             dtype = ptrs.get_element_ty()
             zeros = full(ptrs.data.shape, 0, interpreter._get_np_dtype(dtype))
             other = interpreter.TensorHandle(zeros, dtype)
-        return masked_load(self, ptrs, mask, other, cache_policy, is_volatile)
+        return masked_load(self, ptrs, mask, other, *options)
 
     def expand_dims(self: Any, arg: Any, axis: int) -> Any:
         data = arg.data[(*(slice(None),) * axis, None)]
