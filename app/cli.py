@@ -15,15 +15,7 @@ from app import logs
 from app.commands import check_config, models
 from app.flags import BAD_USAGE, did_you_mean
 from app.process import INTERRUPTED, check_temporary_folder, invocation, leave, open_standard_files
-from app.settings import (
-    make_models_parser,
-    make_parser,
-    make_pull_parser,
-    parse,
-    parse_chat,
-    parse_generate,
-    parse_with,
-)
+from app.settings import make_parser, parse, parse_chat, parse_generate, parse_with
 from core.config import Config
 from core.env import prepare_cpu_threads
 from core.errors import ConfigError
@@ -88,7 +80,7 @@ def _chat(argv: Sequence[str]) -> int:
 
 
 def _pull(argv: Sequence[str]) -> int:
-    config, _ = parse_with(make_pull_parser(), argv)
+    config, _ = parse_with(make_parser("pull"), argv)
     with _importing(config):
         from app.commands.pull import run  # deferred: imports what converts checkpoints
 
@@ -96,7 +88,7 @@ def _pull(argv: Sequence[str]) -> int:
 
 
 def _models(argv: Sequence[str]) -> int:
-    make_models_parser().read(argv)
+    make_parser("models").read(argv)
     return models.run()
 
 

@@ -20,13 +20,12 @@ from tqdm import tqdm
 from app.aliases import RENAMED, VALUES, speculation
 from app.api.answers import ANSWERS, answer
 from app.api.openai.chat import chat_job
-from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.pooling.classify import ClassifyBody
 from app.api.pooling.embeddings import EmbeddingBody
 from app.api.request.beam import check_streamed
 from app.api.request.hidden import check_states, last_state
-from app.api.request.sampling import MAX_CHOICES, selected
+from app.api.request.sampling import MAX_CHOICES, request_id, selected
 from app.api.request.schema import ChatBody, CompletionBody
 from app.compose import load
 from app.engine.failure import failure
@@ -36,21 +35,10 @@ from app.http.decoding import converted
 from app.http.delivery import running
 from app.outputs import Choice, Delta, Output, delta_of, output_of
 from app.process import begin
+from app.settings import ENGINE_GROUPS, check_engine
 from app.stages import Stages
-from core.adapters import adapters_at_start
-from core.config import (
-    PARSERS,
-    CacheConfig,
-    Config,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    ScheduleConfig,
-    SpeculativeConfig,
-)
+from core.config import PARSERS, Config
 from core.errors import ConfigError, LoomError, Unavailable, field_error
-from core.nodes import check_nodes
-from core.speculation import check_speculation
 from core.types import Floats
 
 log = logging.getLogger(__name__)
@@ -415,14 +403,6 @@ class LLM:
 
 def make_config(model: str, settings: Mapping[str, Any]) -> Config:
     """A config from settings by name. Raises `ConfigError` for a name or value that is wrong."""
-    groups = {
-        "model": ModelConfig,
-        "cache": CacheConfig,
-        "schedule": ScheduleConfig,
-        "speculative": SpeculativeConfig,
-        "lora": LoraConfig,
-        "parallel": ParallelConfig,
-    }
     left: dict[str, Any] = {"model": model}
     for name, value in settings.items():
         flag = "--" + name.replace("_", "-")
@@ -432,8 +412,9 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
     if (theirs := left.pop("speculative_config", None)) is not None:
         left |= speculation(theirs)
     made: dict[str, Any] = {}
-    for name, group in groups.items():
-        made[name] = {field: left.pop(field) for field in group.__struct_encode_fields__ if field in left}
+    for group in ENGINE_GROUPS:
+        fields = group.kind.__struct_encode_fields__
+        made[group.title] = {field: left.pop(field) for field in fields if field in left}
     made["serve"] = {field: left.pop(field) for field in PARSERS if field in left}
     if left:
         raise ConfigError(f"There is no setting {', '.join(sorted(left))}.")
@@ -441,9 +422,7 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
         config = msgspec.convert(made, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}.") from None
-    check_nodes(config.parallel)
-    check_speculation(config.speculative)
-    adapters_at_start(config.lora)
+    check_engine(config)
     return config
 
 

@@ -16,7 +16,8 @@ import uvloop
 from app import logs
 from app.api.openai.files import BATCHES
 from app.api.routes import make_app
-from app.batch import BackgroundCapacity, Batches
+from app.batch.batches import Batches
+from app.batch.capacity import BackgroundCapacity
 from app.compose import Live, load
 from app.engine.gc import Housekeeping
 from app.engine.replicas import Replicas

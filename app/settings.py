@@ -41,6 +41,12 @@ ENGINE_GROUPS = (
 GROUPS = (*ENGINE_GROUPS, Group("serve", ServeConfig))
 OFFLINE_GROUPS = (*ENGINE_GROUPS, Group("parser", ServeConfig, PARSERS))
 """Flags of an engine without a server."""
+PULL_GROUPS = (
+    Group("model", ModelConfig, ("model", "revision", "hf_overrides", "tokenizer", "load_format", "offline")),
+    Group("speculative", SpeculativeConfig, ("draft_model_path",)),
+    Group("lora", LoraConfig, ("lora",)),
+)
+"""Flags that name what a start fetches."""
 
 ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --max-model-len, ...) work too."
 
@@ -82,7 +88,21 @@ class ChatFlags(FileFlags, frozen=True, kw_only=True):
 
 
 def make_parser(command: str = "") -> Parser:
-    """Flags of the server, which `check-config` and `doctor` have too."""
+    """Flags of a command. Those of the server, without a name, are of `check-config` and `doctor` too."""
+    match command:
+        case "generate":
+            description = (
+                "Answer every line of a JSONL file: OpenAI batch lines, or objects with a prompt or "
+                "messages.\nStarted again with the same output it does what is left or has failed."
+            )
+            return Parser(command, description, OFFLINE_GROUPS, own=GenerateFlags)
+        case "chat":
+            groups = (*ENGINE_GROUPS, Group("server", ServeConfig, ("api_key", *PARSERS)))
+            return Parser(command, "Talk to a model in the terminal.", groups, own=ChatFlags)
+        case "pull":
+            return Parser(command, "Fetch what a start with the same flags would fetch.", PULL_GROUPS)
+        case "models":
+            return Parser(command, "List the architectures that are served.", (), own=NoFlags)
     listed = "\n".join(f"  {name:<14} {text}" for name, text in COMMANDS.items())
     return Parser(
         command,
@@ -90,40 +110,6 @@ def make_parser(command: str = "") -> Parser:
         GROUPS,
         epilog=f"{ALIASES}\n\ncommands ({invocation('COMMAND')} --help):\n{listed}",
     )
-
-
-def make_generate_parser() -> Parser:
-    """Flags of `generate`."""
-    description = (
-        "Answer every line of a JSONL file: OpenAI batch lines, or objects with a prompt or messages.\n"
-        "Started again with the same output it does what is left or has failed."
-    )
-    return Parser("generate", description, OFFLINE_GROUPS, own=GenerateFlags)
-
-
-def make_chat_parser() -> Parser:
-    """Flags of `chat`."""
-    groups = (*ENGINE_GROUPS, Group("server", ServeConfig, ("api_key", *PARSERS)))
-    return Parser("chat", "Talk to a model in the terminal.", groups, own=ChatFlags)
-
-
-def make_pull_parser() -> Parser:
-    """Flags of `pull`."""
-    groups = (
-        Group(
-            "model",
-            ModelConfig,
-            ("model", "revision", "hf_overrides", "tokenizer", "load_format", "offline"),
-        ),
-        Group("speculative", SpeculativeConfig, ("draft_model_path",)),
-        Group("lora", LoraConfig, ("lora",)),
-    )
-    return Parser("pull", "Fetch what a start with the same flags would fetch.", groups)
-
-
-def make_models_parser() -> Parser:
-    """Flags of `models`, which only has --help."""
-    return Parser("models", "List the architectures that are served.", (), own=NoFlags)
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -134,14 +120,14 @@ def parse(argv: Sequence[str]) -> Config:
 
 def parse_generate(argv: Sequence[str]) -> tuple[Config, GenerateFlags]:
     """As `parse`, for the arguments after `generate`."""
-    parser = make_generate_parser()
+    parser = make_parser("generate")
     config, given = parse_with(parser, argv)
     return config, parser.filled(given, GenerateFlags)
 
 
 def parse_chat(argv: Sequence[str]) -> tuple[Config, ChatFlags]:
     """As `parse`, for the arguments after `chat`."""
-    parser = make_chat_parser()
+    parser = make_parser("chat")
     config, given = parse_with(parser, argv)
     return config, parser.filled(given, ChatFlags)
 
@@ -157,9 +143,7 @@ def settings(parser: Parser, given: Given) -> Config:
     config = msgspec.convert({group.title: parser.filled(given, group.kind) for group in GROUPS}, Config)
     try:
         config = msgspec.structs.replace(config, parallel=of_torchrun(config.parallel))
-        check_nodes(config.parallel)
-        check_speculation(config.speculative)
-        adapters_at_start(config.lora)
+        check_engine(config)
         kv_events(config.cache, config.parallel.dp)
         if config.serve.api_keys_file:
             key_file.read(config.serve.api_keys_file, config.serve.api_key)
@@ -171,6 +155,13 @@ def settings(parser: Parser, given: Given) -> Config:
     if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
         parser.refuse(given.origins["step_tokens"], f"must be 0 or at least {LEAST_STEP}, got {tokens}")
     return config
+
+
+def check_engine(config: Config) -> None:
+    """Raise `ConfigError` for settings of an engine that do not fit together."""
+    check_nodes(config.parallel)
+    check_speculation(config.speculative)
+    adapters_at_start(config.lora)
 
 
 def _check_serve(parser: Parser, given: Given, serve: ServeConfig) -> None:

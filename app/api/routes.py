@@ -23,7 +23,8 @@ from app.api.responses.background import RESPONSES, Responses
 from app.api.responses.store import Store as ResponseStore
 from app.api.sglang import generate, parsing, sessions
 from app.api.vllm import chat_batch, derender, inference, render
-from app.batch import Batches, Store
+from app.batch.batches import Batches
+from app.batch.store import Store
 from app.http.burst import Burst
 from app.http.dump import Dump
 from app.http.intake import MAX_HELD, Intake

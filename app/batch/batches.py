@@ -19,7 +19,7 @@ from app.batch.work import Answers, Work
 from app.http.limits import Permit
 from app.http.tenant import Keys, acting
 from app.service import Service
-from core.errors import LoomError, RequestError
+from core.errors import LoomError, RequestError, field_error
 
 log = logging.getLogger(__name__)
 
@@ -173,5 +173,5 @@ def seconds(window: str) -> int:
     """Seconds of a completion window like `24h` or `7d`. Raises `RequestError`."""
     found = _WINDOW.fullmatch(window)
     if found is None:
-        raise RequestError("'completion_window' must be like '24h' or '7d'.", "completion_window")
+        raise field_error("completion_window", "must be like '24h' or '7d'")
     return int(found[1]) * (3600 if found[2] == "h" else 86400)

@@ -12,7 +12,7 @@ import msgspec
 from app.batch.journal import read_tally
 from app.batch.records import Batch, FileRecord
 from app.database import Database, DatabaseThread
-from core.errors import NotFound, RequestError, Unavailable, check_disk_full
+from core.errors import NotFound, RequestError, Unavailable, check_disk_full, field_error
 
 MAX_STORED = 20 * 2**30
 """Bytes of all files and uploads: clients must not be able to fill the disk."""
@@ -200,7 +200,7 @@ class Disk(Database):
                 f"SELECT seq FROM {table} WHERE id = ? AND owner = ?", (page.after, owner)
             ).fetchone()
             if row is None:
-                raise RequestError(f"'after' names {page.after[:100]!r}, which is not here.", "after")
+                raise field_error("after", f"names {page.after[:100]!r}, which is not here")
             where.append("seq < ?" if page.newest else "seq > ?")
             values.append(row[0])
         if purpose is not None:

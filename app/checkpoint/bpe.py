@@ -198,12 +198,7 @@ def _content(
         for each in split.patterns
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    model = {
-        "type": "BPE",
-        "ignore_merges": split.whole,
-        "vocab": vocab,
-        "merges": list(merges),
-    }
+    model = {"type": "BPE", "ignore_merges": split.whole, "vocab": vocab, "merges": list(merges)}
     return {
         "version": "1.0",
         "added_tokens": added,

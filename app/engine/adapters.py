@@ -183,7 +183,7 @@ class Adapters(Shielded):
     def _check(self, name: str, pinned: bool) -> None:
         limits = self._enabled()
         if not NAME.fullmatch(name):
-            raise RequestError(f"'lora_name' is not a name: {NAMING}.", "lora_name")
+            raise field_error("lora_name", f"is not a name: {NAMING}")
         if name in self._reserved:
             raise field_error("lora_name", "is a name of the model itself")
         if name in self._named or name in self._arriving:

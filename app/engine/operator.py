@@ -12,7 +12,7 @@ from typing import Literal
 from app.engine.replicas import Replicas
 from app.engine.shielded import Shielded, shielded
 from core.command import TAGS, Action, Tag
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 from core.types import Finish, FinishReason
 
 PauseMode = Literal["keep", "retract", "abort"]
@@ -76,9 +76,7 @@ class Operator(Shielded):
         """Wait so many seconds between the plans of two steps, to simulate a slow server; 0: none. Raises
         `RequestError`."""
         if not 0 <= seconds <= MAX_GAP:
-            raise RequestError(
-                f"'forward_sleep_time' must be between 0 and {MAX_GAP:g} seconds.", "forward_sleep_time"
-            )
+            raise field_error("forward_sleep_time", f"must be between 0 and {MAX_GAP:g} seconds")
         for engine in self._engines:
             engine.slow_down(seconds)
 

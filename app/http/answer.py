@@ -15,7 +15,7 @@ from app.http.delivery import (
     Collector,
     Delivery,
     Frames,
-    interval_sink,
+    IntervalSink,
     logprob_weight,
     prompt_weight,
     running,
@@ -50,7 +50,7 @@ async def answer(request: web.Request, spec: AnswerSpec[Any], stream: bool) -> w
     if not stream:
         return await long_response(request, await whole_answer(spec))
     delivery = Delivery(spec.choices)
-    sink = interval_sink(delivery.take, spec.every)
+    sink = delivery.take if spec.every == 1 else IntervalSink(delivery.take, spec.every).take
     async with running(spec.engine, spec.jobs, sink) as runs:
         frames = spec.frames(runs)
         weight = prompt_weight(runs) if spec.prompt_logprobs else 0

@@ -19,7 +19,7 @@ from app.http.keys import BODY, INTAKE, SERVE, SERVICE
 from app.http.pieces import BodyWorker, assembled
 from app.text.numbers import FEW_SLOW, slow_numbers
 from app.warning import warn_of_near_fields
-from core.errors import BodyTooLarge, RequestError
+from core.errors import BodyTooLarge, RequestError, field_error
 from core.helper import Exceeded, Helper, Task
 
 T = TypeVar("T")
@@ -183,9 +183,9 @@ def check_depth(value: object, param: str) -> None:
             elif isinstance(item, list):
                 below.extend(item)
             if len(below) > left:
-                raise RequestError(f"'{param}' has more than {MAX_PASSED:,} values.", param)
+                raise field_error(param, f"has more than {MAX_PASSED:,} values")
         if not below:
             return
         left -= len(below)
         level = below
-    raise RequestError(f"'{param}' is nested deeper than {MAX_DEPTH} levels.", param)
+    raise field_error(param, f"is nested deeper than {MAX_DEPTH} levels")

@@ -125,11 +125,6 @@ class IntervalSink:
         self._sink(index, piece)
 
 
-def interval_sink(sink: Sink, every: int) -> Sink:
-    """`sink` itself if every token has its event."""
-    return sink if every == 1 else IntervalSink(sink, every).take
-
-
 class Frames(ABC, Generic[T]):
     """Turns pieces into the answer of one route: into events as they come, or into one object. Owner: event
     loop."""

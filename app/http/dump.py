@@ -117,11 +117,7 @@ class Dump:
         request = report.request
         headers = {name: readable(request.headers[name]) for name in HEADERS if name in request.headers}
         line = Accepted(
-            key=report.key,
-            at=report.created,
-            method=request.method,
-            path=request.path,
-            headers=headers,
+            key=report.key, at=report.created, method=request.method, path=request.path, headers=headers
         )
         self._lines.put((line, report.body))
 

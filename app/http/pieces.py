@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from app.http.decoding import check_numbers, decode_json
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 T = TypeVar("T")
 
@@ -103,15 +103,14 @@ def _numeric(value: object) -> bool:
 
 def _numbers(name: str, param: str, numbers: list[Any]) -> Iterator[Piece]:
     if len(numbers) > MAX_NUMBERS:
-        message = f"'{param}' takes at most {MAX_NUMBERS:,} numbers, got {len(numbers):,}."
-        raise RequestError(message, param)
+        raise field_error(param, f"takes at most {MAX_NUMBERS:,} numbers, got {len(numbers):,}")
     for at in range(0, len(numbers), NUMBERS):
         yield _piece(name, "numbers", _encode(numbers[at : at + NUMBERS]))
 
 
 def _items(name: str, param: str, items: list[Any]) -> Iterator[Piece]:
     if len(items) > MAX_ITEMS:
-        raise RequestError(f"'{param}' takes at most {MAX_ITEMS:,} items, got {len(items):,}.", param)
+        raise field_error(param, f"takes at most {MAX_ITEMS:,} items, got {len(items):,}")
     begun = size = 0
     for i, item in enumerate(items):
         numeric = _numeric(item)
@@ -142,7 +141,7 @@ def _check_values(value: object, param: str) -> None:
         inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         count += len(inner)
         if count > MAX_VALUES:
-            raise RequestError(f"'{param}' has more than {MAX_VALUES:,} values.", param)
+            raise field_error(param, f"has more than {MAX_VALUES:,} values")
         ahead += inner
 
 

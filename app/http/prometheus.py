@@ -190,7 +190,7 @@ def _keys(accounts: Sequence[Account]) -> Iterator[Figure]:
         ("loom_key_output_tokens_total", "Generated tokens, by API key.", lambda a: a.output_tokens),
     )
     for name, text, value in figures if named else ():
-        yield Figure("counter", name, text, [((a.terms.name,), value(a)) for a in named], ("key",))
+        yield _by("key", "counter", name, text, {each.terms.name: value(each) for each in named})
 
 
 def _replica(service: Service, number: int, s: EngineStatistics) -> Iterator[Labelled]:
@@ -205,8 +205,7 @@ def _state(service: Service) -> Iterator[Figure]:
     asleep = service.loaded.operator.asleep
     # vLLM's states: the weights come back with the wake-up, so that `discard_all` never holds.
     states = {"awake": not asleep, "weights_offloaded": "weights" in asleep, "discard_all": False}
-    samples = [((state,), holds) for state, holds in states.items()]
-    yield Figure("gauge", "vllm:engine_sleep_state", "1 for what holds.", samples, ("sleep_state",))
+    yield _by("sleep_state", "gauge", "vllm:engine_sleep_state", "1 for what holds.", states)
 
 
 def _engine(s: EngineStatistics) -> Iterator[Figure]:
@@ -229,19 +228,17 @@ def _queue(s: EngineStatistics) -> Iterator[Figure]:
     yield _gauge("loom_requests_running", "Running requests.", q.running)
     yield _gauge("loom_requests_waiting", "Waiting requests.", q.waiting)
     yield _gauge("loom_requests_retracted", "Waiting requests that were preempted.", q.retracted)
-    reasons = [(("capacity",), q.waiting), (("deferred",), 0)]  # nothing else is waited for
+    reasons = {"capacity": q.waiting, "deferred": 0}  # nothing else is waited for
     name = "vllm:num_requests_waiting_by_reason"
-    yield Figure("gauge", name, "Waiting requests, by reason.", reasons, ("reason",))
+    yield _by("reason", "gauge", name, "Waiting requests, by reason.", reasons)
     yield _gauge("loom_tokens_waiting", "Prompt tokens of waiting requests.", q.waiting_tokens)
     yield _gauge("loom_steps_in_flight", "Steps submitted and not applied.", q.in_flight)
     yield _counter("loom_steps_total", "Steps applied.", q.steps)
     yield _counter("loom_retractions_total", "Preemptions.", q.retractions)
-    finished = [((reason,), count) for reason, count in sorted(s.finished.items())]
-    name = "loom_requests_finished_total"
-    yield Figure("counter", name, "Requests ended, by reason.", finished, ("finished_reason",))
-    refused = [((reason,), count) for reason, count in sorted(q.refused.items())]
-    text = "Requests that were not queued, by reason."
-    yield Figure("counter", "loom_requests_refused_total", text, refused, ("reason",))
+    name, finished = "loom_requests_finished_total", dict(sorted(s.finished.items()))
+    yield _by("finished_reason", "counter", name, "Requests ended, by reason.", finished)
+    name, refused = "loom_requests_refused_total", dict(sorted(q.refused.items()))
+    yield _by("reason", "counter", name, "Requests that were not queued, by reason.", refused)
     yield _counter("sglang:num_requests_total", "Requests ended.", sum(s.finished.values()))
     yield _counter("sglang:num_aborted_requests_total", "Requests aborted.", s.finished.get("abort", 0))
 
@@ -258,9 +255,8 @@ def _tokens(s: EngineStatistics) -> Iterator[Figure]:
         "local_cache_hit": q.cached_tokens,
         "external_kv_transfer": 0,
     }
-    samples = [((source,), count) for source, count in sources.items()]
     name = "vllm:prompt_tokens_by_source_total"
-    yield Figure("counter", name, "Prompt tokens, by where their KV is from.", samples, ("source",))
+    yield _by("source", "counter", name, "Prompt tokens, by where their KV is from.", sources)
     text = "Generated tokens per second, over the last second."
     yield _gauge("loom_output_tokens_per_second", text, s.output_rate)
 
@@ -314,8 +310,8 @@ def _latencies(h: Histograms) -> Iterator[Figure]:
     yield _histogram("loom_time_per_output_token_seconds", text, h.per_token)
     text = "Seconds of a request in each stage, under SGLang's names of them."
     stages = {"prefill_waiting": h.queue, "prefill_forward": h.prefill, "decode_forward": h.decode}
-    samples = [((stage,), _copied(each)) for stage, each in stages.items()]
-    yield Figure("histogram", "sglang:per_stage_req_latency_seconds", text, samples, ("stage",))
+    copies = {stage: _copied(each) for stage, each in stages.items()}
+    yield _by("stage", "histogram", "sglang:per_stage_req_latency_seconds", text, copies)
 
 
 def _sizes(h: Histograms) -> Iterator[Figure]:
@@ -334,8 +330,8 @@ def _drafts(d: DraftStatistics) -> Iterator[Figure]:
     text = "Draft tokens equal to what was sampled, also those behind a stop."
     yield _counter("loom_accepted_tokens_total", text, d.accepted)
     name, text = "loom_accepted_tokens_per_position_total", "Accepted draft tokens, by position in their row."
-    positions = [((str(position),), count) for position, count in enumerate(d.per_position)]
-    yield Figure("counter", name, text, positions, ("position",))
+    positions = {str(position): count for position, count in enumerate(d.per_position)}
+    yield _by("position", "counter", name, text, positions)
     yield _gauge("loom_accept_length", "Mean tokens of a row with drafts, since the start.", d.length)
     yield _gauge("loom_accept_ratio", "Share of the drafts accepted, since the start.", d.rate)
 
@@ -366,6 +362,11 @@ def _gauge(name: str, help: str, value: float, **labels: str) -> Figure:
 
 def _counter(name: str, help: str, value: float, **labels: str) -> Figure:
     return Figure("counter", name, help, [(tuple(labels.values()), value)], tuple(labels))
+
+
+def _by(label: str, kind: Kind, name: str, help: str, values: Mapping[str, float | Histogram]) -> Figure:
+    """A figure with a sample for each value of one label."""
+    return Figure(kind, name, help, [((each,), sample) for each, sample in values.items()], (label,))
 
 
 def _histogram(name: str, help: str, histogram: Histogram) -> Figure:

@@ -136,12 +136,7 @@ class LoggingExporter:
 
 def phases(report: Report) -> list[tuple[str, float, float]]:
     """(name, start, end) of the phases that the request reached, on the engine's clock."""
-    queued, started, first, end = (
-        report.queued_at,
-        report.started_at,
-        report.first_token_at,
-        report.ended_at,
-    )
+    queued, started, first, end = report.queued_at, report.started_at, report.first_token_at, report.ended_at
     found = []
     if queued:
         found.append(("queue", queued, started or end))

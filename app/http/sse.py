@@ -45,11 +45,7 @@ than a laptop's nap, shorter than for ever)."""
 
 DONE = b"data: [DONE]\n\n"
 
-_HEADERS = {
-    "Content-Type": "text/event-stream",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):

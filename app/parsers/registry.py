@@ -154,11 +154,7 @@ _MISTRAL = ToolFamily(
     markers=(formats.MISTRAL,),
     calls=formats.mistral,
     writing=Writing(
-        opening="[TOOL_CALLS] [",
-        begin='{"name": "%s", "arguments": ',
-        end="}",
-        separator=", ",
-        closing="]",
+        opening="[TOOL_CALLS] [", begin='{"name": "%s", "arguments": ', end="}", separator=", ", closing="]"
     ),
     special=True,
     short_ids=True,
@@ -242,13 +238,13 @@ _OLMO = ToolFamily(
 )
 
 
-def _tagged(name: str, tags: tagged.Tags, lead: str, gap: str = "") -> ToolFamily:
+def _tagged(name: str, tags: tagged.Tags, gap: str = "") -> ToolFamily:
     """A family that writes each call in an outer tag of its own."""
     return ToolFamily(
         name=name,
         markers=(tags.calls[0], tags.call[0]),
         calls=tagged.tagged(tags),
-        lead=lead,
+        lead="\n\n",
         writing=Writing(
             begin=f"{tags.calls[0]}\n{tags.call[0]}%s{tags.named}\n",
             end=f"{tags.call[1]}\n{tags.calls[1]}",
@@ -291,8 +287,8 @@ def _dsml(name: str, tags: tagged.Tags) -> ToolFamily:
     return msgspec.structs.replace(_invoked(name, tags, "\n\n", fields, tagged.dsml), markers=markers)
 
 
-_QWEN_CODER = _tagged("qwen3_coder", tagged.QWEN_CODER, "\n\n", "\n")
-_SEED = msgspec.structs.replace(_tagged("seed_oss", tagged.SEED, "\n\n"), special=True)
+_QWEN_CODER = _tagged("qwen3_coder", tagged.QWEN_CODER, gap="\n")
+_SEED = msgspec.structs.replace(_tagged("seed_oss", tagged.SEED), special=True)
 _MINIMAX = _invoked(
     "minimax_m2",
     tagged.MINIMAX,

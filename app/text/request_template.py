@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from app.text.template import ChatTemplate, Message
-from core.errors import ModelError, RequestError
+from core.errors import ModelError, RequestError, field_error
 from core.helper import Exceeded, Helper, Task
 
 SECONDS = 3.0
@@ -48,9 +48,8 @@ class RequestTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], helper: Helper) -> None:
         """Raises `RequestError` naming `chat_template` for one that is too long."""
         if len(source) > MAX_SOURCE:
-            raise RequestError(
-                f"'chat_template' has {len(source)} characters; at most {MAX_SOURCE} are taken.",
-                "chat_template",
+            raise field_error(
+                "chat_template", f"has {len(source)} characters; at most {MAX_SOURCE} are taken"
             )
         self.drops_calls = False
         """See `ChatTemplate.drops_calls`. A request's own template has to render them."""
@@ -67,11 +66,11 @@ class RequestTemplate:
         try:
             payload = msgspec.msgpack.encode(call)
         except OverflowError:
-            raise RequestError("'messages' have a whole number of more than 64 bits.", "messages") from None
+            raise field_error("messages", "have a whole number of more than 64 bits") from None
         try:
             answer = await self._helper.run(self._task, payload, SECONDS)
         except Exceeded as error:
-            raise RequestError(f"'chat_template' {error} with these messages.", "chat_template") from error
+            raise field_error("chat_template", f"{error} with these messages") from error
         rendered = msgspec.msgpack.decode(answer, type=_Answer)
         if rendered.wrong:
             raise RequestError(rendered.wrong, rendered.param)

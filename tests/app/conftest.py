@@ -65,6 +65,14 @@ async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIt
 
 
 @pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The directory of adapters `a` to `h`."""
+    for name in "abcdefgh":
+        (tmp_path / "roots" / name).mkdir(parents=True)
+    return tmp_path / "roots"
+
+
+@pytest.fixture
 async def featured(server: Server, tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Server]:
     """A server of the step loop with drafts and adapters, after some requests."""
     limits = AdapterLimits(places=2, max_rank=8, host=3)

@@ -25,13 +25,6 @@ LIMITS = AdapterLimits(places=2, max_rank=8, host=3)
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for name in "abcdefgh":
-        (tmp_path / "roots" / name).mkdir(parents=True)
-    return tmp_path / "roots"
-
-
-@pytest.fixture
 async def bench(tokenizer: Tokenizer, root: Path) -> Bench:
     return Bench(tokenizer, eager=False, adapters=LIMITS, roots=(root,))
 
@@ -44,17 +37,6 @@ def key(info: AdapterInfo) -> RootKey:
     return RootKey(adapter=info.id)
 
 
-async def work(bench: Bench) -> None:
-    """Let the device work until nothing is left."""
-    for _ in range(2000):
-        bench.executor.complete(len(bench.executor.pending))
-        await settle()
-        if bench.engine.idle:
-            break
-    bench.scheduler.check_integrity()
-    assert bench.engine.idle and bench.engine.failure is None
-
-
 # -- life --------------------------------------------------------------------------------------------
 
 
@@ -63,7 +45,7 @@ async def test_adapters_answer_side_by_side(bench: Bench, root: Path) -> None:
     await bench.start("base", 12)
     await bench.start("a", 12, root=key(a))
     await bench.start("b", 12, root=key(b))
-    await work(bench)
+    await bench.work()
     for id, adapter in (("base", ""), ("a", a.id), ("b", b.id)):
         assert bench.tokens(f"{id}-0") == oracle(PROMPT.tolist(), 12, VOCAB, adapter=adapter)
 
@@ -79,7 +61,7 @@ async def test_unloading_waits_for_requests_and_refuses_new_ones(bench: Bench, r
     assert bench.adapters.find("a") is None and not unloading.done()
     with pytest.raises(NotFound, match="unloaded"):
         await bench.start("late", 4, root=key(a))
-    await work(bench)
+    await bench.work()
     await unloading
     assert bench.tokens("queued-0") == oracle(PROMPT.tolist(), 4, VOCAB, adapter=a.id)
     assert bench.executor.host == {} and bench.engine.places.taken == 0
@@ -114,7 +96,7 @@ async def test_unloading_between_the_prompts_of_a_request_refuses_all_of_it(
             await asked
     else:
         assert len(await asked) == 6
-    await work(bench)
+    await bench.work()
     assert bench.executor.host == {} and bench.engine.places.taken == 0
 
 
@@ -126,7 +108,7 @@ async def test_a_name_is_reused_while_its_first_adapter_drains(bench: Bench, roo
     second = await bench.adapters.load("a", str(root / "b"))
     assert second.id != first.id
     await bench.start("second", 20, root=key(second))
-    await work(bench)
+    await bench.work()
     await unloading
     for id, info in (("first", first), ("second", second)):
         assert bench.tokens(f"{id}-0") == oracle(PROMPT.tolist(), 20, VOCAB, adapter=info.id)
@@ -144,12 +126,11 @@ async def test_statistics_name_running_and_waiting_adapters(bench: Bench, root: 
         await bench.start(info.name, 30, root=key(info))
     assert named() == [[], ["a", "b", "c"]]
     for _ in range(4):
-        bench.executor.complete(len(bench.executor.pending))
-        await settle()
+        await bench.complete()
     assert named() == [["b", "c"], ["a"]]
     statistics = bench.adapters.statistics()
     assert statistics is not None and (statistics.taken, statistics.host, statistics.loaded) == (2, 3, 3)
-    await work(bench)
+    await bench.work()
     assert named() == [[], []]
 
 
@@ -160,7 +141,7 @@ async def test_an_abort_lets_unloading_end(bench: Bench, root: Path) -> None:
     unloading = asyncio.ensure_future(bench.adapters.unload("a"))
     await settle()
     run.abort()
-    await work(bench)
+    await bench.work()
     await unloading
 
 
@@ -182,7 +163,7 @@ async def test_a_client_that_leaves_does_not_stop_loading_or_unloading(bench: Be
     unloading = asyncio.ensure_future(bench.adapters.unload("a"))
     await settle()
     unloading.cancel()
-    await work(bench)
+    await bench.work()
     await settle()
     assert bench.executor.host == {}
 
@@ -204,7 +185,7 @@ async def test_more_adapters_than_host_memory_are_read_again(bench: Bench, root:
     assert len(bench.executor.host) == LIMITS.host
     for index, info in enumerate(infos * 2):
         await bench.start(f"r{index}", 6, root=key(info))
-    await work(bench)
+    await bench.work()
     for index, info in enumerate(infos * 2):
         assert bench.tokens(f"r{index}-0") == oracle(PROMPT.tolist(), 6, VOCAB, adapter=info.id)
 
@@ -214,7 +195,7 @@ async def test_pinned_adapters_stay(bench: Bench, root: Path) -> None:
     others = [await load(bench, root, name) for name in "bcdef"]
     for index, info in enumerate([pinned, *others]):
         await bench.start(f"r{index}", 4, root=key(info))
-    await work(bench)
+    await bench.work()
     assert pinned.id in bench.executor.host and pinned.id in bench.executor.placed.values()
     with pytest.raises(RequestError, match="pinned"):
         await load(bench, root, "g", pinned=True)
@@ -228,14 +209,14 @@ async def test_an_adapter_that_is_gone_ends_its_requests_only(bench: Bench, root
     await bench.start("lost", 6, root=key(infos[0]))
     await bench.start("base", 6)
     await bench.start("b", 6, root=key(infos[1]))
-    await work(bench)
+    await bench.work()
     finish = bench.pieces["lost-0"][-1].finish
     assert finish is not None and finish.reason is FinishReason.ERROR
     assert finish.message is not None and "the file is gone" in finish.message
     assert bench.reason("base-0") is bench.reason("b-0") is FinishReason.LENGTH
     bench.executor.broken.clear()
     await bench.start("again", 6, root=key(infos[0]))
-    await work(bench)
+    await bench.work()
     assert bench.reason("again-0") is FinishReason.LENGTH
 
 
@@ -283,7 +264,7 @@ async def test_loads_unloads_aborts_and_traffic_at_random(
             bench.executor.complete()
         await settle()
         bench.scheduler.check_integrity()
-    await work(bench)
+    await bench.work()
     await asyncio.gather(*tasks, return_exceptions=True)
     for info in bench.adapters.listed:
         await bench.adapters.unload(info.name)

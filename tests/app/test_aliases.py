@@ -11,6 +11,7 @@ from app.aliases import IGNORED, IGNORED_VALUES, ONLY, RENAMED, SWITCHES, VALUES
 from app.settings import make_parser, parse, parse_generate
 from bench.chaos.tiny import ROOT
 from core.config import Config
+from tests.rigs.usage import usage_error
 
 OURS = {flag for action in make_parser()._actions for flag in action.option_strings}
 
@@ -193,11 +194,7 @@ def test_no_bound_is_no_bound() -> None:
 def test_what_we_lack_is_one_line_about_what_was_written(
     line: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(line.removeprefix("serve ").split())
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error = usage_error(capsys, parse, line.removeprefix("serve ").split())
     assert all(word in error for word in words), error
 
 

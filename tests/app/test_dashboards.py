@@ -62,8 +62,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @pytest.fixture
 async def series(featured: Server) -> Series:
-    async with featured.http.get("/metrics") as response:
-        return samples(await response.text())
+    return samples(await featured.text("/metrics"))
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,7 @@ async def test_who_could_not_have_the_first_token_in_time_gets_429_at_once(
 ) -> None:
     waiting = [await bench.start(f"w{i}", 40, prompt=PROMPT) for i in range(3)]
     await until(lambda: bool(bench.executor.pending))
-    bench.executor.complete(len(bench.executor.pending))
-    await settle()
+    await bench.complete()
     asked = {"prompt": "hi", "max_tokens": 1}
     async with real.http.post(COMPLETIONS, json=asked, headers={SLO: "0.001"}) as answer:
         assert answer.status == 429
@@ -133,6 +132,5 @@ async def test_who_could_not_have_the_first_token_in_time_gets_429_at_once(
     for run in waiting:
         run.abort()
     while not task.done():
-        bench.executor.complete(len(bench.executor.pending))
-        await settle()
+        await bench.complete()
     assert (await task)[0] == 200

@@ -101,8 +101,7 @@ async def test_abort_gives_one_last_piece_and_frees_at_once(tokenizer: Tokenizer
     assert bench.scheduler.running == 0
     await run.wait()
     assert [bench.reason(f"a-{i}") for i in range(2)] == [FinishReason.ABORT] * 2
-    bench.executor.complete(len(bench.executor.pending))
-    await settle()
+    await bench.complete()
     assert bench.submitter.idle
 
 
@@ -215,15 +214,13 @@ async def test_what_a_busy_loop_holds_back_goes_out_when_no_step_follows(tokeniz
     bench.executor.complete()
     await settle()
     bench.engine.paused = True
-    bench.executor.complete(len(bench.executor.pending))
-    await settle()
+    await bench.complete()
     assert delivered(bench, run.requests[0]) == len(run.requests[0].output) > 1
     assert bench.engine._backlog.empty
     bench.engine.resume()
     await settle()
     while not run.requests[0].finish:
-        bench.executor.complete(len(bench.executor.pending))
-        await settle()
+        await bench.complete()
     assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 20, VOCAB)
 
 
@@ -446,7 +443,6 @@ async def test_jobs_of_owners_take_turns(tokenizer: Tokenizer) -> None:
     runs = [await bench.start(f"a{i}", 4, owner="a") for i in range(3)]
     runs += [await bench.start("b", 4, owner="b"), await bench.start("c", 4, n=2, owner="c")]
     while not bench.engine.idle:
-        bench.executor.complete(len(bench.executor.pending))
-        await settle()
+        await bench.complete()
     order = sorted((r for run in runs for r in run.requests), key=lambda request: request.started_at)
     assert [r.id for r in order] == ["a0-0", "b-0", "c-0", "a1-0", "c-1", "a2-0"]

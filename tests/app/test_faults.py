@@ -30,11 +30,6 @@ AT = 3
 """Calls that go well before the fault."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(None, VOCAB, [2])
-
-
 def failing(act: Callable[..., Any], after: int = AT) -> Callable[..., Any]:
     """`act`, whose call number `after` raises."""
     calls = 0

@@ -21,13 +21,6 @@ LIMITS = AdapterLimits(places=2, max_rank=8, host=4)
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for name in "ab":
-        (tmp_path / "roots" / name).mkdir(parents=True)
-    return tmp_path / "roots"
-
-
-@pytest.fixture
 async def adapted(start: Start, tokenizer: Tokenizer, root: Path) -> AsyncIterator[Server]:
     """A server with the adapters `a` and `b`."""
     server = await start()
@@ -67,8 +60,7 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_dialect_selects_by_model(adapted: Server, path: str) -> None:
     for model, name in (("a", "a"), ("org/tiny:b", "b"), ("default:a", "a"), ("org/tiny", None)):
-        status, answer = await adapted.post(path, {**BODIES[path], "model": model})
-        assert status == 200, answer
+        answer = await adapted.ask(path, {**BODIES[path], "model": model})
         assert adapter_of(adapted) == name
     for model in ("c", "org/tiny:c", "other:a", "org/tiny:", ":a", "a:a"):
         status, answer = await adapted.post(path, {**BODIES[path], "model": model})
@@ -81,17 +73,14 @@ async def test_every_dialect_selects_by_model(adapted: Server, path: str) -> Non
 async def test_lora_path_selects_too(adapted: Server, path: str) -> None:
     body = BODIES[path]
     for fields, name in (({}, "a"), ({"model": "org/tiny"}, "a"), ({"model": "a"}, "a")):
-        status, answer = await adapted.post(path, {**body, **fields, "lora_path": "a"})
-        assert status == 200, answer
+        await adapted.ask(path, {**body, **fields, "lora_path": "a"})
         assert adapter_of(adapted) == name
     for fields in ({"lora_path": "c"}, {"lora_path": "a", "model": "b"}, {"lora_path": 5}):
-        status, answer = await adapted.post(path, {**body, **fields})
-        assert (status, answer["error"]["param"]) == (400, "lora_path")
+        assert (await adapted.refused(path, {**body, **fields}))["param"] == "lora_path"
 
 
 async def test_generate_takes_an_adapter_for_each_prompt(adapted: Server) -> None:
-    status, answer = await adapted.post("/generate", {"text": ["x", "y", "z"], "lora_path": ["a", None, "b"]})
-    assert status == 200, answer
+    answer = await adapted.ask("/generate", {"text": ["x", "y", "z"], "lora_path": ["a", None, "b"]})
     names = adapted.service.loaded.adapters.names
     assert [names([run.job.root.adapter]) for run in adapted.engine.runs] == [["a"], [], ["b"]]
     await adapted.post("/generate", {"text": "x", "lora_path": "b"})
@@ -101,8 +90,7 @@ async def test_generate_takes_an_adapter_for_each_prompt(adapted: Server) -> Non
         status, answer = await adapted.post("/generate", body)
         assert (status, answer["error"]["param"].partition("[")[0]) == (400, "lora_path")
     body = {"text": "x", "sampling_params": {"lora_path": "a"}}
-    status, answer = await adapted.post("/generate", body)
-    assert (status, answer["error"]["param"]) == (400, "sampling_params.lora_path")
+    assert (await adapted.refused("/generate", body))["param"] == "sampling_params.lora_path"
 
 
 async def test_answers_name_the_adapter(adapted: Server) -> None:
@@ -114,14 +102,12 @@ async def test_answers_name_the_adapter(adapted: Server) -> None:
 
 
 async def test_adapters_are_listed(adapted: Server) -> None:
-    async with adapted.http.get("/v1/models") as response:
-        listed = (await response.json())["data"]
+    listed = (await adapted.get("/v1/models"))["data"]
     assert [(each["id"], each["parent"]) for each in listed] == [
         ("org/tiny", None), ("a", "org/tiny"), ("b", "org/tiny"),
     ]  # fmt: skip
     for name in ("a", "org/tiny:a"):
-        async with adapted.http.get(f"/v1/models/{name}") as response:
-            answer = await response.json()
+        answer = await adapted.get(f"/v1/models/{name}")
         assert (answer["id"], answer["parent"]) == ("a", "org/tiny")
     async with adapted.http.get("/v1/models/c") as response:
         assert response.status == 404
@@ -180,8 +166,7 @@ async def test_loading_after_vllm(adapted: Server, root: Path) -> None:
 )
 async def test_what_is_wrong_with_loading(adapted: Server, body: dict[str, Any], param: str) -> None:
     for path in ("/load_lora_adapter", "/v1/load_lora_adapter"):
-        status, answer = await adapted.post(path, body)
-        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert (await adapted.refused(path, body))["param"] == param
 
 
 async def test_without_adapters_the_flag_is_named(start: Start, tokenizer: Tokenizer) -> None:
@@ -199,8 +184,7 @@ async def test_without_adapters_the_flag_is_named(start: Start, tokenizer: Token
 
 
 async def test_metrics_name_running_and_waiting_adapters(adapted: Server) -> None:
-    async with adapted.http.get("/metrics") as response:
-        lines = (await response.text()).splitlines()
+    lines = (await adapted.text("/metrics")).splitlines()
     info = next(line for line in lines if line.startswith("vllm:lora_requests_info{"))
     assert 'max_lora="2"' in info and 'running_lora_adapters=""' in info
     assert "loom_adapters_loaded" in "\n".join(lines)

@@ -8,7 +8,6 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -17,14 +16,12 @@ from app.api.anthropic.events import DIALECT
 from app.api.anthropic.input import chat_messages
 from app.api.anthropic.schema import MessagesBody
 from app.engine.job import Piece
-from app.http.burst import Burst
-from app.http.keys import BURST
 from app.http.sse import EventStream
 from core.config import ServeConfig
 from core.errors import Overloaded, Unavailable
 from core.types import Finish, FinishReason
 from tests.rigs.engine import CONTEXT
-from tests.rigs.server import Server, Start, know
+from tests.rigs.server import Server, Start, answered, know
 from tests.rigs.wait import until
 
 URL = "/v1/messages"
@@ -67,12 +64,6 @@ def events(text: str) -> list[dict[str, Any]]:
     return made
 
 
-def prompt(server: Server) -> str:
-    shown = server.engine.runs[-1].job.prompt
-    assert isinstance(shown, str)
-    return shown
-
-
 # -- answers ---------------------------------------------------------------------------------------
 
 
@@ -83,7 +74,7 @@ async def test_the_stream_byte_by_byte(server: Server) -> None:
     text = await stream(server, tools=[TOOL], thinking={"type": "adaptive"})
     text = re.sub(r"msg_[0-9a-f]+", "msg_x", text)
     text = re.sub(r"call_[0-9a-f]{8,}", "call_x", text)
-    fresh = len(prompt(server)) - 4
+    fresh = len(server.prompt) - 4
     counts = (
         f'"usage":{{"input_tokens":{fresh},"cache_creation_input_tokens":0,"cache_read_input_tokens":4,'
         '"cache_creation":{"ephemeral_5m_input_tokens":0,"ephemeral_1h_input_tokens":0},"output_tokens":'
@@ -95,10 +86,7 @@ async def test_the_stream_byte_by_byte(server: Server) -> None:
             '"message":{"id":"msg_x","type":"message","role":"assistant","model":"org/tiny","content":[],'
             f'"stop_reason":null,"stop_sequence":null,{counts}1}}}}',
         ),
-        (
-            "content_block_start",
-            '"index":0,"content_block":{"type":"thinking","thinking":"","signature":""}',
-        ),
+        ("content_block_start", '"index":0,"content_block":{"type":"thinking","thinking":"","signature":""}'),
         ("content_block_delta", '"index":0,"delta":{"type":"thinking_delta","thinking":"hm"}'),
         ("content_block_delta", '"index":0,"delta":{"type":"thinking_delta","thinking":"m"}'),
         ("content_block_delta", '"index":0,"delta":{"type":"signature_delta","signature":"msg_x"}'),
@@ -128,7 +116,7 @@ async def test_a_message(client: Any, server: Server) -> None:
     assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": SAID}]
     assert (answer.role, answer.type, answer.model) == ("assistant", "message", "org/tiny")
     assert answer.usage.output_tokens == 5 and answer.stop_reason == "max_tokens"
-    assert prompt(server) == "system: Be brief.\nuser: hi\nassistant: "
+    assert server.prompt == "system: Be brief.\nuser: hi\nassistant: "
 
 
 async def test_no_token_at_all_fills_the_cache(client: Any, server: Server) -> None:
@@ -136,7 +124,7 @@ async def test_no_token_at_all_fills_the_cache(client: Any, server: Server) -> N
     asked = body(max_tokens=0, cache_control={"type": "ephemeral"})
     answer = await client.messages.create(**asked)
     assert (answer.content, answer.stop_reason) == ([], "max_tokens")
-    total = len(prompt(server))
+    total = len(server.prompt)
     assert (answer.usage.output_tokens, answer.usage.cache_creation_input_tokens) == (0, total)
     assert server.engine.runs[-1].params.max_tokens == 0
     told = events(await stream(server, max_tokens=0))
@@ -189,7 +177,7 @@ async def test_tools_go_round(client: Any, server: Server) -> None:
     turn = {"role": "assistant", "content": [block.to_dict() for block in first.content]}
     more = {"role": "user", "content": [result, {"type": "text", "text": "go on"}]}
     await client.messages.create(**body(tools=[TOOL], messages=[*HI, turn, more]))
-    assert prompt(server) == "tools: 1\nuser: hi\nassistant: Sure. \ntool: two\nuser: go on\nassistant: "
+    assert server.prompt == "tools: 1\nuser: hi\nassistant: Sure. \ntool: two\nuser: go on\nassistant: "
 
 
 async def test_choosing_tools(server: Server) -> None:
@@ -199,17 +187,16 @@ async def test_choosing_tools(server: Server) -> None:
     tools = [TOOL, {**TOOL, "name": "other", "type": "custom", "cache_control": {"type": "ephemeral"}}, own]
 
     async def ask(**choice: Any) -> Any:
-        status, answer = await server.post(URL, body(tools=tools, tool_choice=choice))
-        assert status == 200, answer
+        await server.ask(URL, body(tools=tools, tool_choice=choice))
         grammar = server.engine.runs[-1].job.grammar
         return None if grammar is None else json.loads(grammar.text)["format"]
 
-    assert await ask(type="auto") is None and prompt(server).startswith("tools: 2\n")
+    assert await ask(type="auto") is None and server.prompt.startswith("tools: 2\n")
     assert len((await ask(type="any"))["tags"]) == 2
     named = await ask(type="tool", name="other")
     assert len(named["tags"]) == 1 and '"other"' in named["tags"][0]["begin"]
     assert (await ask(type="any", disable_parallel_tool_use=True))["stop_after_first"] is True
-    assert await ask(type="none") is None and not prompt(server).startswith("tools")
+    assert await ask(type="none") is None and not server.prompt.startswith("tools")
 
 
 async def test_how_much_to_think(server: Server) -> None:
@@ -217,9 +204,8 @@ async def test_how_much_to_think(server: Server) -> None:
 
     async def ask(**fields: Any) -> str:
         server.engine.scripts = [["Yes."]]
-        status, answer = await server.post(URL, body(**fields))
-        assert status == 200, answer
-        return prompt(server)
+        await server.ask(URL, body(**fields))
+        return server.prompt
 
     assert "enable_thinking=False" in await ask()
     shown = await ask(thinking={"type": "disabled"})
@@ -239,7 +225,7 @@ async def test_a_thinking_budget_cuts(server: Server) -> None:
 
 async def test_an_answer_that_is_begun_goes_on(server: Server) -> None:
     await server.post(URL, body(messages=[*HI, {"role": "assistant", "content": "{"}]))
-    assert prompt(server) == "user: hi\nassistant: {"
+    assert server.prompt == "user: hi\nassistant: {"
 
 
 async def test_a_format_constrains(server: Server) -> None:
@@ -255,7 +241,7 @@ async def test_cache_use_is_told(client: Any, server: Server) -> None:
     marked = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
     messages = [{"role": "user", "content": marked}]
     answer = await client.messages.create(**body(messages=messages))
-    used, total = answer.usage, len(prompt(server))
+    used, total = answer.usage, len(server.prompt)
     assert (used.cache_read_input_tokens, used.cache_creation_input_tokens) == (10, total - 10)
     assert used.input_tokens == 0
     assert used.cache_creation.ephemeral_1h_input_tokens == total - 10
@@ -271,7 +257,7 @@ async def test_counting(client: Any, server: Server) -> None:
     assert not server.engine.runs
     know(server)
     answer = await client.messages.create(**asked, max_tokens=1)
-    assert counted.input_tokens == answer.usage.input_tokens == len(prompt(server))
+    assert counted.input_tokens == answer.usage.input_tokens == len(server.prompt)
 
 
 async def test_what_claude_code_sends(server: Server) -> None:
@@ -320,7 +306,7 @@ async def test_what_claude_code_sends(server: Server) -> None:
     ) as response:
         assert response.status == 200, await response.text()
         assert response.headers["Request-Id"] == response.headers["X-Request-Id"]
-    assert prompt(server) == (
+    assert server.prompt == (
         "system: You are.\nBe brief.\nuser: one\ntwo\nassistant: \ntool: a\ntool: \nuser: doc\nassistant: "
     )
     turn = chat_messages(msgspec.convert(sent, MessagesBody))[2]
@@ -330,8 +316,7 @@ async def test_what_claude_code_sends(server: Server) -> None:
 
 async def test_an_answer_is_cut_to_the_context(server: Server) -> None:
     """Claude Code asks for 32,000 tokens of every model."""
-    status, answer = await server.post(URL, body(max_tokens=32_000))
-    assert status == 200, answer
+    answer = await server.ask(URL, body(max_tokens=32_000))
     assert answer["stop_reason"] == "model_context_window_exceeded"
     assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == CONTEXT
     told = events(await stream(server, max_tokens=32_000))
@@ -368,14 +353,12 @@ async def test_blocks_nobody_knows_are_passed_over(server: Server) -> None:
         },
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": result}]},
     ]
-    status, answer = await server.post(URL, body(messages=messages))
-    assert status == 200, answer
-    assert prompt(server) == "user: a\nassistant: b\ntool: ls\nT\nc\nassistant: "
+    answer = await server.ask(URL, body(messages=messages))
+    assert server.prompt == "user: a\nassistant: b\ntool: ls\nT\nc\nassistant: "
     silent = [{"role": "user", "content": [{"type": "of_tomorrow"}]}]
     mark = [{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}]
     for fields in ({}, {"system": mark}):
-        status, answer = await server.post(URL, body(messages=silent, **fields))
-        assert status == 200, answer
+        answer = await server.ask(URL, body(messages=silent, **fields))
     picture = {"type": "image", "source": {"type": "url", "url": "x"}}
     status, answer = await server.post(URL, body(messages=[{"role": "user", "content": [picture]}]))
     assert status == 400 and "messages[0].content[0]" in answer["error"]["message"]
@@ -386,8 +369,7 @@ async def test_a_conversation_is_not_held_here(server: Server) -> None:
     status, answer = await server.post(URL, body(thread={"type": "create"}))
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert answer["error"]["details"]["error_code"] == "thread_unsupported_request"
-    status, answer = await server.post(URL, body(compaction={"type": "compact"}))
-    assert status == 400 and "compaction" in answer["error"]["message"]
+    assert "compaction" in (await server.refused(URL, body(compaction={"type": "compact"})))["message"]
 
 
 async def test_a_broken_call_is_not_a_call(server: Server) -> None:
@@ -506,16 +488,8 @@ async def test_silence_is_filled_with_pings(server: Server) -> None:
             await stream.wait()
         return stream.response
 
-    app = web.Application()
-    app[BURST] = Burst()
-    app.router.add_get("/", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port = runner.addresses[0][1]
-    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/") as response:
+    async with answered(handler) as response:
         assert await response.content.readuntil(b"\n\n") == b'event: ping\ndata: {"type":"ping"}\n\n'
-    await runner.cleanup()
 
 
 @pytest.mark.parametrize(
@@ -558,7 +532,7 @@ async def test_silence_is_filled_with_pings(server: Server) -> None:
 async def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], param: str) -> None:
     """Their shape has no field for the field's name, so the message must have it."""
     know(server)
-    status, answer = await server.post(URL, body(**fields))
-    assert status == 400 and answer["error"]["type"] == "invalid_request_error"
-    assert param in answer["error"]["message"], answer
+    error = await server.refused(URL, body(**fields))
+    assert error["type"] == "invalid_request_error"
+    assert param in error["message"]
     assert not server.engine.runs

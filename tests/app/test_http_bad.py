@@ -326,8 +326,7 @@ async def test_null_is_unset_and_unknown_fields_are_ignored(server: Server) -> N
         "user": 5,
         "metadata": {"a": [1]},
     }
-    status, _ = await server.post(CHAT, body)
-    assert status == 200
+    await server.ask(CHAT, body)
 
 
 async def test_duplicate_request_id(server: Server) -> None:

@@ -41,9 +41,7 @@ class Real(Server):
         return self.bench.scheduler.statistics().cache
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        status, answer = await self.post(path, {"ignore_eos": True, **body})
-        assert status == 200, answer
-        return answer
+        return await super().ask(path, {"ignore_eos": True, **body})
 
 
 @pytest.fixture
@@ -125,8 +123,7 @@ async def test_how_long_and_for_whom(server: Server, fields: dict[str, Any], sec
     ],
 )
 async def test_what_is_no_key_is_refused(server: Server, fields: dict[str, Any], param: str) -> None:
-    status, answer = await server.post(COMPLETIONS, {"prompt": "a", **fields})
-    assert (status, answer["error"]["param"]) == (400, param)
+    assert (await server.refused(COMPLETIONS, {"prompt": "a", **fields}))["param"] == param
 
 
 async def test_no_key_asks_for_nothing(server: Server) -> None:
@@ -223,10 +220,7 @@ def test_where_a_mark_stands(body: dict[str, Any], expected: Any) -> None:
     told = {
         None: {300.0: "system: one", 3600.0: begun},
         "messages": {3600.0: begun},
-        "both": {
-            3600.0: begun + "first",
-            300.0: begun + "first\nassistant: second\nuser: third",
-        },
+        "both": {3600.0: begun + "first", 300.0: begun + "first\nassistant: second\nuser: third"},
     }
     assert places(body, PROMPT) == (expected if isinstance(expected, dict) else told[expected])
 

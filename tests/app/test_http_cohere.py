@@ -31,9 +31,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 async def ask(server: Server, **fields: Any) -> dict[str, Any]:
-    status, answer = await server.post(URL, body(**fields))
-    assert status == 200, answer
-    return answer
+    return await server.ask(URL, body(**fields))
 
 
 async def events(server: Server, **fields: Any) -> list[dict[str, Any]]:
@@ -46,12 +44,6 @@ def kinds(told: list[dict[str, Any]]) -> list[str]:
     return [event["type"] for event in told]
 
 
-def prompt(server: Server) -> str:
-    shown = server.engine.runs[-1].job.prompt
-    assert isinstance(shown, str)
-    return shown
-
-
 # -- answers ---------------------------------------------------------------------------------------
 
 
@@ -62,7 +54,7 @@ async def test_the_stream_byte_by_byte(server: Server) -> None:
     told = "\n".join(await server.events(THEIRS, body(stream=True, tools=[TOOL])))
     told = re.sub(r"chatcmpl-[0-9a-f]+", "x", told)
     told = re.sub(r"call_[0-9a-f]{8,}", "call_x", told)
-    counts = f'{{"input_tokens":{len(prompt(server))},"output_tokens":7}}'
+    counts = f'{{"input_tokens":{len(server.prompt)},"output_tokens":7}}'
     content = '"delta":{"message":{"content":'
     call = '"delta":{"message":{"tool_calls":'
     expected = [
@@ -90,7 +82,7 @@ async def test_a_message(server: Server) -> None:
     assert set(answer) == {"id", "finish_reason", "message", "usage"}
     assert answer["message"] == {"role": "assistant", "content": [{"type": "text", "text": SAID}]}
     assert answer["finish_reason"] == "MAX_TOKENS"
-    counts = {"input_tokens": len(prompt(server)), "output_tokens": 5}
+    counts = {"input_tokens": len(server.prompt), "output_tokens": 5}
     assert answer["usage"] == {"billed_units": counts, "tokens": counts, "cached_tokens": 0}
     told = await events(server, max_tokens=5)
     texts = [
@@ -194,7 +186,7 @@ async def test_tools_go_round(server: Server) -> None:
     document = {"type": "document", "document": {"id": "1", "data": {"sum": 2}}}
     result = {"role": "tool", "tool_call_id": id, "content": [{"type": "text", "text": "two"}, document]}
     await ask(server, tools=[TOOL], messages=[*HI, first, result])
-    assert prompt(server) == 'tools: 1\nuser: hi\nassistant: Sure. \ntool: two\n{"sum":2}\nassistant: '
+    assert server.prompt == 'tools: 1\nuser: hi\nassistant: Sure. \ntool: two\n{"sum":2}\nassistant: '
 
 
 def test_what_an_assistant_said() -> None:
@@ -221,10 +213,10 @@ async def test_choosing_tools(server: Server) -> None:
         found = server.engine.runs[-1].job.grammar
         return None if found is None else json.loads(found.text)["format"]
 
-    assert await grammar() is None and prompt(server).startswith("tools: 1\n")
+    assert await grammar() is None and server.prompt.startswith("tools: 1\n")
     assert (await grammar(tool_choice="REQUIRED"))["tags"]
     assert (await grammar(strict_tools=True))["tags"]
-    assert await grammar(tool_choice="NONE") is None and not prompt(server).startswith("tools")
+    assert await grammar(tool_choice="NONE") is None and not server.prompt.startswith("tools")
 
 
 async def test_a_format_constrains(server: Server) -> None:
@@ -245,7 +237,7 @@ async def test_how_much_to_think(server: Server) -> None:
     async def shown(**fields: Any) -> str:
         server.engine.scripts = [["Yes."]]
         await ask(server, **fields)
-        return prompt(server)
+        return server.prompt
 
     assert "thinking" not in await shown()  # the model's own habit
     assert "enable_thinking=True" in await shown(thinking={"type": "enabled"})
@@ -262,16 +254,16 @@ async def test_what_templates_are_told(server: Server) -> None:
     documents = ["a", {"id": "1", "data": {"title": "b"}}, {"data": "c"}]
     await ask(server, documents=documents, safety_mode="STRICT", citation_options={"mode": "FAST"})
     flat = [{"text": "a"}, {"id": "1", "title": "b"}, {"text": "c"}]
-    assert prompt(server) == f"user: hi\ndocuments={flat}\nsafety_mode=STRICT\nassistant: "
+    assert server.prompt == f"user: hi\ndocuments={flat}\nsafety_mode=STRICT\nassistant: "
     await ask(server, safety_mode="STRICT", chat_template_kwargs={"safety_mode": "OFF"})
-    assert "safety_mode=OFF" in prompt(server)
+    assert "safety_mode=OFF" in server.prompt
 
 
 async def test_rendering_runs_nothing(server: Server) -> None:
     status, told = await server.post(THEIRS + "/render", body(k=3))
     assert status == 200 and not server.engine.runs
     await ask(server)
-    assert told["prompt"] == prompt(server)
+    assert told["prompt"] == server.prompt
     assert (told["sampling_params"]["top_k"], told["sampling_params"]["max_tokens"]) == (3, 20)
 
 

@@ -74,8 +74,7 @@ CASES: list[tuple[dict[str, Any], GrammarSpec | None]] = [
 async def test_every_spelling_reaches_the_engine_on_every_route(server: Server) -> None:
     for path in (CHAT, COMPLETIONS, GENERATE):
         for fields, expected in CASES:
-            status, answer = await server.post(path, body(path, fields))
-            assert status == 200, answer
+            await server.ask(path, body(path, fields))
             made = server.engine.runs[-1].job.grammar
             if expected is None:
                 assert made is None
@@ -89,8 +88,7 @@ async def test_every_spelling_reaches_the_engine_on_every_route(server: Server) 
 async def test_the_first_structural_tags_become_triggered_ones(server: Server) -> None:
     structures = [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]
     wanted = {"type": "structural_tag", "structures": structures, "triggers": ["<f"]}
-    status, _ = await server.post(CHAT, body(CHAT, {"response_format": wanted}))
-    assert status == 200
+    await server.ask(CHAT, body(CHAT, {"response_format": wanted}))
     made = server.engine.runs[-1].job.grammar
     assert made is not None
     content = {"type": "json_schema", "json_schema": SCHEMA}
@@ -156,15 +154,13 @@ async def test_the_first_structural_tags_become_triggered_ones(server: Server) -
     ],
 )
 async def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], param: str, words: str) -> None:
-    status, answer = await server.post(CHAT, body(CHAT, fields))
-    assert status == 400
-    assert answer["error"]["param"] == param
-    assert words in answer["error"]["message"]
+    error = await server.refused(CHAT, body(CHAT, fields))
+    assert error["param"] == param
+    assert words in error["message"]
     assert not server.engine.runs
 
 
 async def test_a_constraint_inside_and_one_outside_are_two(server: Server) -> None:
     sent = {"text": "a", "regex": "x", "sampling_params": {"ebnf": "y"}}
-    status, answer = await server.post(GENERATE, sent)
-    assert status == 400
-    assert "'regex' and 'sampling_params.ebnf'" in answer["error"]["message"]
+    error = await server.refused(GENERATE, sent)
+    assert "'regex' and 'sampling_params.ebnf'" in error["message"]

@@ -20,8 +20,7 @@ from core.config import ServeConfig
 from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
 from tests.rigs.compiler import FakeCompiler
-from tests.rigs.operator import make_loaded
-from tests.rigs.server import CARD, Server, Start, know
+from tests.rigs.server import Server, Start, know
 from tests.rigs.step_loop import VOCAB, Bench
 from tests.rigs.wait import settle
 
@@ -30,12 +29,6 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
 BEGUN = [*HI, {"role": "assistant", "content": "Well, "}]
 SAID = "Hello wörld 😀!"
-
-
-async def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
-    status, answer = await server.post(path, body)
-    assert status == 200, answer
-    return answer
 
 
 # -- tokens that may be taken ------------------------------------------------------------------------
@@ -55,7 +48,7 @@ async def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
     ],
 )
 async def test_lists_of_tokens_reach_the_engine(server: Server, path: str, body: dict[str, Any]) -> None:
-    await ask(server, path, body)
+    await server.ask(path, body)
     job = server.engine.runs[-1].job
     assert (job.allowed_ids, job.bad_words) == ((3, 4), ("a b", "c"))
 
@@ -86,8 +79,7 @@ async def test_lists_of_tokens_reach_the_engine(server: Server, path: str, body:
     ],
 )
 async def test_what_cannot_be_done_is_named(server: Server, fields: dict[str, Any], param: str) -> None:
-    status, answer = await server.post(COMPLETIONS, {"prompt": "a", **fields})
-    assert (status, answer["error"]["param"]) == (400, param)
+    assert (await server.refused(COMPLETIONS, {"prompt": "a", **fields}))["param"] == param
     assert not server.engine.runs
 
 
@@ -160,7 +152,7 @@ async def test_named_tokens_are_asked_for(server: Server) -> None:
         (COMPLETIONS, {"prompt": "a", "logprobs": 0, "logprob_token_ids": [3, 4]}),
         (GENERATE, {"text": "a", "return_logprob": True, "token_ids_logprob": [3, 4]}),
     ):
-        await ask(server, path, body)
+        await server.ask(path, body)
         assert server.engine.runs[-1].params.logprob_ids == (3, 4)
 
 
@@ -178,7 +170,7 @@ async def test_generate_tells_best_and_named_tokens_apart(server: Server, stream
     if streamed:
         meta = json.loads((await server.events(GENERATE, body))[-2])["meta_info"]
     else:
-        meta = (await ask(server, GENERATE, body))["meta_info"]
+        meta = (await server.ask(GENERATE, body))["meta_info"]
     assert [[entry[1] for entry in tops] for tops in meta["output_top_logprobs"]] == [[72], [108]]
     assert [[entry[1] for entry in tops] for tops in meta["output_token_ids_logprobs"]] == [[73], [109]]
 
@@ -210,12 +202,12 @@ async def test_any_role_reaches_the_template(server: Server, role: str, shown: s
         {"messages": [{"role": role, "content": "x"}]},
         {"messages": [*HI, {"role": role, "content": "x"}]},
     ):
-        await ask(server, CHAT, fields)
+        await server.ask(CHAT, fields)
         assert f"{shown}: x\n" in str(server.engine.runs[-1].job.prompt)
 
 
 async def test_the_side_reaches_the_engine(server: Server) -> None:
-    await ask(server, COMPLETIONS, {"prompt": "abc", "truncate_prompt_tokens": 2, "truncation_side": "right"})
+    await server.ask(COMPLETIONS, {"prompt": "abc", "truncate_prompt_tokens": 2, "truncation_side": "right"})
     assert server.engine.runs[-1].job.truncate_end is True
 
 
@@ -226,15 +218,15 @@ async def test_the_prompt_is_told_as_text_and_ids(server: Server) -> None:
         if fields:
             told = json.loads((await server.events(CHAT, body))[0])
         else:
-            told = await ask(server, CHAT, body)
+            told = await server.ask(CHAT, body)
         assert told["prompt_text"] == rendered
         assert told["prompt_token_ids"] == list(rendered.encode())
-    answer = await ask(
-        server, COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 5, "return_prompt_text": True}
+    answer = await server.ask(
+        COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 5, "return_prompt_text": True}
     )
     assert [choice["prompt_text"] for choice in answer["choices"]] == ["a", "b"]
     assert answer["choices"][0]["text"] == SAID, "told, not echoed"
-    answer = await ask(server, COMPLETIONS, {"prompt": [104, 105], "return_prompt_text": True})
+    answer = await server.ask(COMPLETIONS, {"prompt": [104, 105], "return_prompt_text": True})
     assert answer["choices"][0]["prompt_text"] == "hi"
 
 
@@ -243,12 +235,12 @@ async def test_chat_echoes_what_was_begun(server: Server, thinks: bool) -> None:
     if thinks:
         know(server, None, "think")
     body = {"messages": BEGUN, "echo": True, "continue_final_message": True}
-    answer = await ask(server, CHAT, body)
+    answer = await server.ask(CHAT, body)
     assert answer["choices"][0]["message"]["content"] == "Well, " + SAID
     events = [json.loads(event) for event in (await server.events(CHAT, {**body, "stream": True}))[:-1]]
     deltas = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
     assert "".join(deltas) == "Well, " + SAID
-    answer = await ask(server, CHAT, {**body, "messages": HI, "continue_final_message": False})
+    answer = await server.ask(CHAT, {**body, "messages": HI, "continue_final_message": False})
     assert answer["choices"][0]["message"]["content"] == SAID, "the user's words are no answer"
 
 
@@ -256,7 +248,7 @@ async def test_ids_stand_for_rendered_messages(server: Server) -> None:
     know(server, None, "think")
     opened = list(b"user: hi\nassistant: <think>\n")
     server.engine.scripts = [["hm", "</think>", "yes"]]
-    answer = await ask(server, CHAT, {"messages": HI, "input_ids": opened})
+    answer = await server.ask(CHAT, {"messages": HI, "input_ids": opened})
     assert server.engine.runs[-1].prompt.tolist() == opened
     message = answer["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
@@ -293,10 +285,10 @@ async def test_responses_too(server: Server) -> None:
 
 async def test_repetition_detection_reaches_the_engine(server: Server) -> None:
     asked = {"max_pattern_size": 8, "min_pattern_size": 2, "min_count": 3}
-    await ask(server, COMPLETIONS, {"prompt": "a", "repetition_detection": asked})
+    await server.ask(COMPLETIONS, {"prompt": "a", "repetition_detection": asked})
     assert server.engine.runs[-1].job.text.repetition == Repetition(2, 8, 3)
     for nothing in ({}, {"max_pattern_size": 0, "min_count": 0}):
-        await ask(server, COMPLETIONS, {"prompt": "a", "repetition_detection": nothing})
+        await server.ask(COMPLETIONS, {"prompt": "a", "repetition_detection": nothing})
         assert server.engine.runs[-1].job.text.repetition is None
 
 
@@ -309,7 +301,7 @@ async def test_repetition_detection_reaches_the_engine(server: Server) -> None:
 async def test_every_route_takes_processors(server: Server, path: str, body: dict[str, Any]) -> None:
     server.engine.processors = ("ban",)
     fields = {"custom_logit_processor": "ban", "custom_params": {"a": 1}}
-    await ask(server, path, {**body, **fields})
+    await server.ask(path, {**body, **fields})
     params = server.engine.runs[-1].params
     assert (params.processor, json.loads(params.processor_params)) == ("ban", {"a": 1})
     status, _ = await server.post(path, {**body, "custom_logit_processor": "stranger"})
@@ -320,7 +312,7 @@ async def test_every_route_takes_processors(server: Server, path: str, body: dic
 
 
 async def test_render_shows_and_runs_nothing(server: Server) -> None:
-    told = await ask(server, CHAT + "/render", {"messages": HI, "rid": "mine"})
+    told = await server.ask(CHAT + "/render", {"messages": HI, "rid": "mine"})
     assert told == {
         "request_id": "mine",
         "model": "org/tiny",
@@ -335,9 +327,9 @@ async def test_render_shows_and_runs_nothing(server: Server) -> None:
         "priority": 0,
         "kv_transfer_params": None,
     }
-    told = await ask(server, COMPLETIONS + "/render", {"prompt": ["a", "b"]})
+    told = await server.ask(COMPLETIONS + "/render", {"prompt": ["a", "b"]})
     assert [(one["prompt"], one["token_ids"]) for one in told] == [("a", [256, 97]), ("b", [256, 98])]
-    told = await ask(server, COMPLETIONS + "/render", {"prompt": [5, 6]})
+    told = await server.ask(COMPLETIONS + "/render", {"prompt": [5, 6]})
     assert [(one["prompt"], one["token_ids"]) for one in told] == [(None, [5, 6])]
     assert not server.engine.runs
 
@@ -347,20 +339,20 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
 
 
 async def test_calls_are_read_out_of_a_text(server: Server) -> None:
-    told = await ask(
-        server, "/parse_function_call", {"text": CALL, "tools": TOOLS, "tool_call_parser": "qwen25"}
+    told = await server.ask(
+        "/parse_function_call", {"text": CALL, "tools": TOOLS, "tool_call_parser": "qwen25"}
     )
     assert told["normal_text"].strip() == "Sure."
     assert told["calls"] == [{"tool_index": 1, "name": "f", "parameters": '{"a": 1}'}]
     know(server)
-    assert (await ask(server, "/parse_function_call", {"text": CALL, "tools": TOOLS}))["calls"]
+    assert (await server.ask("/parse_function_call", {"text": CALL, "tools": TOOLS}))["calls"]
 
 
 @pytest.mark.parametrize("text", ["<think>hm</think>yes", "hm</think>yes"])
 async def test_thinking_is_read_out_of_a_text(server: Server, text: str) -> None:
-    told = await ask(server, "/separate_reasoning", {"text": text, "reasoning_parser": "qwen3"})
+    told = await server.ask("/separate_reasoning", {"text": text, "reasoning_parser": "qwen3"})
     assert (told["reasoning_text"].strip(), told["text"].strip()) == ("hm", "yes")
-    told = await ask(server, "/separate_reasoning", {"text": "yes", "reasoning_parser": "think"})
+    told = await server.ask("/separate_reasoning", {"text": "yes", "reasoning_parser": "think"})
     assert (told["reasoning_text"], told["text"]) == ("", "yes")
 
 
@@ -376,16 +368,14 @@ async def test_thinking_is_read_out_of_a_text(server: Server, text: str) -> None
     ],
 )
 async def test_parsers_that_are_not_there(server: Server, path: str, body: Any, param: str) -> None:
-    status, answer = await server.post(path, body)
-    assert (status, answer["error"]["param"]) == (400, param)
+    assert (await server.refused(path, body))["param"] == param
 
 
 async def test_sagemakers_route_is_both(server: Server) -> None:
-    assert (await ask(server, "/invocations", {"messages": HI}))["object"] == "chat.completion"
-    assert (await ask(server, "/invocations", {"prompt": "a"}))["object"] == "text_completion"
+    assert (await server.ask("/invocations", {"messages": HI}))["object"] == "chat.completion"
+    assert (await server.ask("/invocations", {"prompt": "a"}))["object"] == "text_completion"
     assert (await server.events("/invocations", {"prompt": "a", "stream": True}))[-1] == "[DONE]"
-    status, answer = await server.post("/invocations", {"inputs": "a"})
-    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert (await server.refused("/invocations", {"inputs": "a"}))["param"] == "messages"
 
 
 async def test_logging_is_changed_by_operators_only(start: Start) -> None:
@@ -393,13 +383,10 @@ async def test_logging_is_changed_by_operators_only(start: Start) -> None:
     status, _ = await closed.post("/configure_logging", {"log_level": "debug"})
     assert status == 503 or status == 403
     server = await start(ServeConfig(control_routes=True))
-    loaded = server.service.loaded
-    server.service.ready(make_loaded(CARD, loaded.tokenizer, loaded.template, server.engine))
-    await ask(server, "/configure_logging", {"log_level": "error", "log_requests": False})
+    await server.ask("/configure_logging", {"log_level": "error", "log_requests": False})
     assert logging.getLogger().level == logging.ERROR
     assert logging.getLogger(middleware.__name__).level == logging.WARNING
-    await ask(server, "/configure_logging", {"log_requests": True})
+    await server.ask("/configure_logging", {"log_requests": True})
     assert logging.getLogger(middleware.__name__).level == logging.NOTSET
     assert logging.getLogger().level == logging.ERROR
-    status, answer = await server.post("/configure_logging", {"log_level": "loud"})
-    assert (status, answer["error"]["param"]) == (400, "log_level")
+    assert (await server.refused("/configure_logging", {"log_level": "loud"}))["param"] == "log_level"

@@ -38,12 +38,6 @@ def native(value: Any, **more: Any) -> dict[str, Any]:
     return {"input_embeds": value, "sampling_params": {"max_new_tokens": 2}, **more}
 
 
-async def ask(server: Server, path: str, body: Any) -> Any:
-    status, answer = await server.post(path, body)
-    assert status == 200, answer
-    return answer
-
-
 def jobs(server: Server) -> list[Job]:
     return [run.job for run in server.engine.runs]
 
@@ -60,7 +54,7 @@ def is_of(job: Job, array: Floats) -> None:
 
 
 async def test_a_tensor_is_a_prompt(server: Server) -> None:
-    answer = await ask(server, COMPLETIONS, completion(tensor(rows(5)), prompt_cache_key="k"))
+    answer = await server.ask(COMPLETIONS, completion(tensor(rows(5)), prompt_cache_key="k"))
     (job,) = jobs(server)
     is_of(job, rows(5))
     assert answer["usage"]["prompt_tokens"] == 5
@@ -77,7 +71,7 @@ async def test_tensors_come_before_texts(server: Server) -> None:
         return_token_ids=True,
         cache_salt="s",
     )
-    answer = await ask(server, COMPLETIONS, body)
+    answer = await server.ask(COMPLETIONS, body)
     first, second, third, fourth = jobs(server)
     is_of(first, rows(5))
     is_of(second, rows(3, 1).astype(np.float16).astype(np.float32))
@@ -101,23 +95,23 @@ async def test_a_stream(server: Server) -> None:
 )
 async def test_a_prompt_is_cut_at_either_end(server: Server, side: str | None, kept: slice) -> None:
     body = completion(tensor(rows(5)), truncate_prompt_tokens=3, truncation_side=side)
-    await ask(server, COMPLETIONS, body)
+    await server.ask(COMPLETIONS, body)
     is_of(jobs(server)[0], rows(5)[kept])
 
 
 async def test_what_is_too_long_may_be_cut_to_fit(server: Server) -> None:
     long = tensor(rows(CONTEXT + 9))
-    await ask(server, COMPLETIONS, completion(long, truncate_prompt_tokens=CONTEXT - 2))
-    status, answer = await server.post(COMPLETIONS, completion(long))
-    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
-    assert answer["error"]["param"] == "prompt_embeds"
+    await server.ask(COMPLETIONS, completion(long, truncate_prompt_tokens=CONTEXT - 2))
+    error = await server.refused(COMPLETIONS, completion(long))
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "prompt_embeds"
     assert len(jobs(server)) == 1
 
 
 async def test_long_prompts_are_read_in_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.api.request.embeds.PIECE", 64)
-    await ask(server, COMPLETIONS, completion(tensor(rows(400))))
-    await ask(server, GENERATE, native(rows(400).tolist()))
+    await server.ask(COMPLETIONS, completion(tensor(rows(400))))
+    await server.ask(GENERATE, native(rows(400).tolist()))
     for job in jobs(server):
         is_of(job, rows(400))
 
@@ -170,13 +164,13 @@ async def test_completions_refuse(server: Server, body: dict[str, Any], param: s
 
 
 async def test_rows_are_a_prompt(server: Server) -> None:
-    answer = await ask(server, GENERATE, native(rows(5).tolist()))
+    answer = await server.ask(GENERATE, native(rows(5).tolist()))
     is_of(jobs(server)[0], rows(5))
     assert answer["meta_info"]["prompt_tokens"] == 5
 
 
 async def test_lists_of_rows_are_prompts(server: Server) -> None:
-    answers = await ask(server, GENERATE, native([rows(5).tolist(), rows(3, 1).tolist()], rid=["a", "b"]))
+    answers = await server.ask(GENERATE, native([rows(5).tolist(), rows(3, 1).tolist()], rid=["a", "b"]))
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [5, 3]
     for job, array, id in zip(jobs(server), (rows(5), rows(3, 1)), "ab", strict=True):
         is_of(job, array)
@@ -185,7 +179,7 @@ async def test_lists_of_rows_are_prompts(server: Server) -> None:
 
 @pytest.mark.parametrize(("value", "listed"), [([[1, 2, 3, 4.5]], False), ([[[1, 2, 3, 4.5]]], True)])
 async def test_one_prompt_or_a_list_of_one(server: Server, value: Any, listed: bool) -> None:
-    assert isinstance(await ask(server, GENERATE, native(value)), list) is listed
+    assert isinstance(await server.ask(GENERATE, native(value)), list) is listed
     is_of(jobs(server)[0], np.array([[1, 2, 3, 4.5]], np.float32))
 
 
@@ -242,9 +236,9 @@ async def test_long_bodies_of_anything_else_cost_little(server: Server, item: by
 
 
 async def test_no_room_for_an_answer(server: Server) -> None:
-    status, answer = await server.post(GENERATE, native([ROW] * (CONTEXT - 1)))
-    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
-    assert answer["error"]["param"] == "input_embeds"
+    error = await server.refused(GENERATE, native([ROW] * (CONTEXT - 1)))
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "input_embeds"
 
 
 async def test_numbers_no_float_holds(server: Server) -> None:
@@ -267,8 +261,7 @@ async def test_numbers_no_float_holds(server: Server) -> None:
     ],
 )
 async def test_what_needs_tokens_is_refused(server: Server, more: dict[str, Any], param: str) -> None:
-    status, answer = await server.post(GENERATE, native([ROW], **more))
-    assert status == 400 and answer["error"]["param"] == param, answer
+    assert (await server.refused(GENERATE, native([ROW], **more)))["param"] == param
     assert not server.engine.runs
 
 
@@ -284,9 +277,9 @@ async def test_what_needs_tokens_is_refused(server: Server, more: dict[str, Any]
 async def test_elsewhere_they_are_refused_by_name(
     server: Server, path: str, body: dict[str, Any], param: str
 ) -> None:
-    status, answer = await server.post(path, body)
-    assert status == 400 and answer["error"]["param"] == param, answer
-    assert "not supported" in answer["error"]["message"]
+    error = await server.refused(path, body)
+    assert error["param"] == param
+    assert "not supported" in error["message"]
 
 
 async def test_the_memory_they_take_is_counted(server: Server) -> None:
@@ -300,15 +293,14 @@ async def test_the_memory_they_take_is_counted(server: Server) -> None:
         server.engine.abort(["a"])
         await first.read()
     server.engine.manual = False
-    await ask(server, GENERATE, native([ROW]))
+    await server.ask(GENERATE, native([ROW]))
 
 
 async def test_an_encoder_takes_none(server: Server) -> None:
     loaded = server.service.loaded
     card = msgspec.structs.replace(CARD, task="embed")
     server.service.ready(msgspec.structs.replace(loaded, card=card))
-    status, answer = await server.post(GENERATE, native([ROW]))
-    assert status == 400 and answer["error"]["code"] == "unsupported_model"
+    assert (await server.refused(GENERATE, native([ROW])))["code"] == "unsupported_model"
 
 
 def _with(server: Server, numbers: NumberBudget) -> Loaded:

@@ -206,7 +206,6 @@ async def test_conversations_in_which_something_is_empty(gpt_oss: Server) -> Non
         {"messages": HI, "chat_template_kwargs": {"reasoning_effort": None}},
     ):
         gpt_oss.engine.scripts = [["Yes."]]
-        status, answer = await gpt_oss.post(CHAT, fields)
-        assert status == 200, answer
+        await gpt_oss.ask(CHAT, fields)
     assert f"{USER}{NEXT}<|channel|>final<|message|>Hm.<|end|>{USER}" in prompt(gpt_oss, 0)
     assert "\nReasoning: medium\n" in prompt(gpt_oss)

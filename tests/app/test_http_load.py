@@ -19,8 +19,7 @@ async def test_load(server: Server, path: str) -> None:
 
 
 async def test_loads(server: Server) -> None:
-    async with server.http.get("/v1/loads?include=all") as answer:
-        told = await answer.json()
+    told = await server.get("/v1/loads?include=all")
     assert told["dp_rank_count"] == 1
     (entry,) = told["loads"]
     assert (entry["num_used_tokens"], entry["max_total_num_tokens"], entry["token_usage"]) == (

@@ -116,13 +116,11 @@ async def test_metrics(server: Server) -> None:
 
 
 async def test_features_add_names_and_change_none(featured: Server) -> None:
-    async with featured.http.get("/metrics") as response:
-        assert typed(await response.text()) == types(TYPES, FEATURES)
+    assert typed(await featured.text("/metrics")) == types(TYPES, FEATURES)
 
 
 async def test_another_parser_reads_the_same(featured: Server) -> None:
-    async with featured.http.get("/metrics") as response:
-        text = await response.text()
+    text = await featured.text("/metrics")
     read = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {(s.name, frozenset(s.labels.items())): s.value for s in read} == samples(text)
 
@@ -137,8 +135,7 @@ async def test_answers_are_counted_by_route_and_not_by_path(server: Server) -> N
         assert response.status == 405
     async with server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}) as response:
         assert response.status == 200
-    async with server.http.get("/metrics") as response:
-        values = samples(await response.text())
+    values = samples(await server.text("/metrics"))
     counts = {labels: n for (name, labels), n in values.items() if name == "loom_http_requests_total"}
     assert {
         tuple(dict(labels).get(key, "") for key in ("handler", "method", "status")): n
@@ -158,5 +155,4 @@ async def test_labels_are_escaped(server: Server) -> None:
     service = server.app[SERVICE]
     card = msgspec.structs.replace(service.loaded.card, name='a"b\\c\nd')
     service.ready(msgspec.structs.replace(service.loaded, card=card))
-    async with server.http.get("/metrics") as response:
-        assert 'model_name="a\\"b\\\\c\\nd"' in await response.text()
+    assert 'model_name="a\\"b\\\\c\\nd"' in await server.text("/metrics")

@@ -7,16 +7,14 @@ import json
 from datetime import datetime
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from app.api.ollama.routes import LINES
-from app.http.burst import Burst
-from app.http.keys import BURST, REQUEST_ID
+from app.http.keys import REQUEST_ID
 from app.http.sse import EventStream
 from core.config import ServeConfig
-from tests.rigs.server import Server, Start, know
+from tests.rigs.server import Server, Start, answered, know
 from tests.rigs.tools import CALL, WEATHER
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -27,9 +25,7 @@ STATISTICS = {"total_duration", "load_duration", "prompt_eval_duration", "eval_d
 
 
 async def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
-    status, answer = await server.post(path, {"stream": False, **body})
-    assert status == 200, answer
-    return answer
+    return await server.ask(path, {"stream": False, **body})
 
 
 async def lines(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
@@ -141,21 +137,18 @@ async def test_nothing_to_say_loads_the_model(server: Server) -> None:
 
 async def test_what_there_is(server: Server) -> None:
     know(server, "hermes", "think")
-    async with server.http.get("/api/tags") as response:
-        (model,) = (await response.json())["models"]
+    (model,) = (await server.get("/api/tags"))["models"]
     assert model["name"] == model["model"] == "org/tiny" and model["details"]["family"] == "llama"
     assert (model["details"]["format"], model["details"]["quantization_level"]) == ("safetensors", "float32")
     assert model["size"] == 1_000_000
-    async with server.http.get("/api/ps") as response:
-        (loaded,) = (await response.json())["models"]
+    (loaded,) = (await server.get("/api/ps"))["models"]
     assert loaded["name"] == "org/tiny" and loaded["context_length"] == 512
     assert (loaded["size"], loaded["size_vram"]) == (1_000_000, 0)
     assert datetime.fromisoformat(loaded["expires_at"]).year > 2100
     shown = await ask(server, "/api/show", {"model": model["name"] + ":latest"})
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llama.context_length"] == 512
-    async with server.http.get("/api/version") as response:
-        assert (await response.json())["version"]
+    assert (await server.get("/api/version"))["version"]
 
 
 @pytest.mark.parametrize(
@@ -205,13 +198,5 @@ async def test_silence_is_not_broken() -> None:
             stream.write(b"{}\n")
         return stream.response
 
-    app = web.Application()
-    app[BURST] = Burst()
-    app.router.add_get("/", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port = runner.addresses[0][1]
-    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/") as response:
+    async with answered(handler) as response:
         assert await response.read() == b"{}\n"
-    await runner.cleanup()

@@ -135,8 +135,7 @@ async def test_answers_have_the_schema(server: Server, case: str) -> None:
     sent, tools, script, kind = CASES[case]
     body = {"model": "org/tiny", "input": sent, **({"tools": tools} if tools else {})}
     server.engine.scripts = [script, script]
-    status, whole = await server.post(URL, body)
-    assert status == 200, whole
+    whole = await server.ask(URL, body)
     told = events(await frames(server, "POST", URL, {**body, "stream": True}))
     for event in told:
         jsonschema.validate(event, record(sequence_number=INTEGER, **EVENTS[event["type"]]))
@@ -179,7 +178,6 @@ async def test_input_tokens_are_those_of_the_answer(server: Server) -> None:
 async def test_an_unknown_previous_response_is_named(start: Start, tmp_path: Path, kept: bool) -> None:
     config = ServeConfig(data_dir=str(tmp_path)) if kept else ServeConfig(response_store=0)
     server = await start(config)
-    status, answer = await server.post(URL, {"input": "hi", "previous_response_id": "resp_0"})
-    assert status == 400
-    assert answer["error"]["code"] == "previous_response_not_found"
-    assert answer["error"]["param"] == "previous_response_id" and "resp_0" in answer["error"]["message"]
+    error = await server.refused(URL, {"input": "hi", "previous_response_id": "resp_0"})
+    assert error["code"] == "previous_response_not_found"
+    assert error["param"] == "previous_response_id" and "resp_0" in error["message"]

@@ -27,8 +27,7 @@ def named(server: Server) -> Server:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE])
 async def test_name_and_params_reach_the_engine(named: Server, path: str) -> None:
     fields = {"custom_logit_processor": "ban", "custom_params": {"tokens": [1], "who": "né"}}
-    status, answer = await named.post(path, body(path, fields))
-    assert status == 200, answer
+    await named.ask(path, body(path, fields))
     params = named.engine.runs[-1].params
     assert params.processor == "ban"
     assert json.loads(params.processor_params) == fields["custom_params"]
@@ -43,8 +42,7 @@ async def test_name_and_params_reach_the_engine(named: Server, path: str) -> Non
     ],
 )
 async def test_beside_the_sampling_params_as_sglang_has_it(named: Server, asked: dict[str, Any]) -> None:
-    status, _ = await named.post(GENERATE, {"text": "a", **asked})
-    assert status == 200
+    await named.ask(GENERATE, {"text": "a", **asked})
     params = named.engine.runs[-1].params
     assert (params.processor, params.processor_params) == ("ban", '{"a":1}')
 
@@ -68,10 +66,9 @@ async def test_code_and_strangers_are_refused(named: Server, path: str, sent: st
 
 
 async def test_generate_refuses_too(server: Server) -> None:
-    status, answer = await server.post(GENERATE, {"text": "a", "custom_logit_processor": PICKLED})
-    assert status == 400
-    assert answer["error"]["param"] == "custom_logit_processor"
-    assert "--logit-processor" in answer["error"]["message"]
+    error = await server.refused(GENERATE, {"text": "a", "custom_logit_processor": PICKLED})
+    assert error["param"] == "custom_logit_processor"
+    assert "--logit-processor" in error["message"]
 
 
 @pytest.mark.parametrize(

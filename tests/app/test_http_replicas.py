@@ -70,8 +70,7 @@ def two(server: Server) -> Server:
 
 
 async def test_metrics_have_a_label_for_each_replica(two: Server) -> None:
-    async with two.http.get("/metrics") as answer:
-        text = await answer.text()
+    text = await two.text("/metrics")
     values = samples(text)  # a sample appears once
     described = re.findall(r"^# TYPE (\S+) ", text, re.M)
     assert len(described) == len(set(described))
@@ -87,14 +86,10 @@ async def test_metrics_have_a_label_for_each_replica(two: Server) -> None:
 
 
 async def test_loads_have_an_entry_for_each_replica(two: Server) -> None:
-    async with two.http.get("/load") as answer:
-        assert await answer.json() == {"server_load": 5}
-    async with two.http.get("/get_load") as answer:
-        loads = await answer.json()
+    assert await two.get("/load") == {"server_load": 5}
+    loads = await two.get("/get_load")
     assert [(each["dp_rank"], each["num_waiting_reqs"]) for each in loads] == [(0, 2), (1, 3)]
-    async with two.http.get("/v1/loads") as answer:
-        told = await answer.json()
+    told = await two.get("/v1/loads")
     assert told["dp_rank_count"] == 2 and [each["dp_rank"] for each in told["loads"]] == [0, 1]
-    async with two.http.get("/server_info") as answer:
-        info = await answer.json()
+    info = await two.get("/server_info")
     assert len(info["internal_states"]) == 2 and info["max_total_num_tokens"] == 3200

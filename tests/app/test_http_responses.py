@@ -26,13 +26,6 @@ async def server(start: Start, tmp_path: Path) -> Server:
     return await start(ServeConfig(data_dir=str(tmp_path)))
 
 
-def prompt(server: Server) -> str:
-    """The prompt of the model's last run."""
-    shown = server.engine.runs[-1].job.prompt
-    assert isinstance(shown, str)
-    return shown
-
-
 # -- streams ---------------------------------------------------------------------------------------
 
 
@@ -115,15 +108,14 @@ async def test_the_stream_tells_what_is_stored(server: Server) -> None:
     told = events(await frames(server, "POST", URL, {**body, "stream": True}))
     assert told[0]["response"]["status"] == "in_progress" and told[0]["response"]["usage"] is None
     last = told[-1]["response"]
-    async with server.http.get(f"{URL}/{last['id']}") as response:
-        assert await response.json() == last
+    assert await server.get(f"{URL}/{last['id']}") == last
     _, whole = await server.post(URL, body)
     usage = {
-        "input_tokens": len(prompt(server)),
+        "input_tokens": len(server.prompt),
         "input_tokens_details": {"cached_tokens": 3},
         "output_tokens": 7,
         "output_tokens_details": {"reasoning_tokens": 1},
-        "total_tokens": len(prompt(server)) + 7,
+        "total_tokens": len(server.prompt) + 7,
     }
     assert whole["usage"] == last["usage"] == usage
     kinds = [item["type"] for item in whole["output"]]
@@ -207,11 +199,11 @@ async def test_a_conversation(
     )
     assert second.previous_response_id == first.id
     # Instructions hold for one answer only.
-    assert prompt(server) == f"user: one\nassistant: {SAID}\nuser: two\nassistant: "
+    assert server.prompt == f"user: one\nassistant: {SAID}\nuser: two\nassistant: "
     again = await start(ServeConfig(data_dir=str(tmp_path)))
     async with openai.AsyncOpenAI(base_url=again.url + "/v1", api_key="none", max_retries=0) as other:
         await other.responses.create(model="org/tiny", input="three", previous_response_id=second.id)
-    assert prompt(again) == (
+    assert again.prompt == (
         f"user: one\nassistant: {SAID}\nuser: two\nassistant: {SAID}\nuser: three\nassistant: "
     )
 
@@ -225,7 +217,7 @@ async def test_a_stream_can_be_built_on_as_soon_as_it_says_so(
             await client.responses.create(
                 model="org/tiny", input="two", previous_response_id=event.response.id
             )
-    assert prompt(server).startswith(f"user: one\nassistant: {SAID}")
+    assert server.prompt.startswith(f"user: one\nassistant: {SAID}")
 
 
 async def test_another_key_sees_nothing(start: Start, tmp_path: Path) -> None:
@@ -277,14 +269,14 @@ async def test_tools_go_round(client: openai.AsyncOpenAI, server: Server) -> Non
     told = await client.responses.create(
         model="org/tiny", input=[result], previous_response_id=asked.id, tools=[TOOL]
     )
-    shown = prompt(server)
+    shown = server.prompt
     assert told.output_text == "2"
     assert shown.endswith("user: one and one?\nassistant: \ntool: two\nassistant: ")
     # The same without the store: the client sends everything.
     asked = await client.responses.create(model="org/tiny", input="one and one?", tools=[TOOL], store=False)
     sent = [{"role": "user", "content": "one and one?"}, asked.output[0].to_dict(), result]
     await client.responses.create(model="org/tiny", input=sent, tools=[TOOL], store=False)
-    assert prompt(server) == shown
+    assert server.prompt == shown
 
 
 async def test_choosing_a_tool(server: Server) -> None:
@@ -303,9 +295,9 @@ async def test_choosing_a_tool(server: Server) -> None:
     await server.post(
         URL, {**body, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": allowed}}
     )
-    assert prompt(server).startswith("tools: 1\n")
+    assert server.prompt.startswith("tools: 1\n")
     await server.post(URL, {**body, "tool_choice": "none"})
-    assert not prompt(server).startswith("tools")
+    assert not server.prompt.startswith("tools")
 
 
 async def test_a_format_constrains(client: openai.AsyncOpenAI, server: Server) -> None:
@@ -475,9 +467,8 @@ async def test_what_others_send_is_tolerated(server: Server) -> None:
         "background": None,
         "previous_response_id": None,
     }
-    status, answer = await server.post(URL, body)
-    assert status == 200, answer
-    assert prompt(server) == (
+    await server.ask(URL, body)
+    assert server.prompt == (
         "system: rules\nuser: list\nassistant: \ntool: a b\nassistant: \ntool: ok\n"
         "assistant: \ntool: c\nassistant: "
     )
@@ -485,15 +476,12 @@ async def test_what_others_send_is_tolerated(server: Server) -> None:
 
 async def test_references_stand_for_items(server: Server) -> None:
     _, first = await server.post(URL, {"input": "one"})
-    sent = [
-        {"type": "item_reference", "id": first["output"][0]["id"]},
-        {"role": "user", "content": "two"},
-    ]
+    sent = [{"type": "item_reference", "id": first["output"][0]["id"]}, {"role": "user", "content": "two"}]
     _, second = await server.post(URL, {"input": sent})
     expected = f"assistant: {SAID}\nuser: two\nassistant: "
-    assert prompt(server) == expected
+    assert server.prompt == expected
     await server.post(URL, {"input": "three", "previous_response_id": second["id"]})
-    assert prompt(server).startswith(expected)
+    assert server.prompt.startswith(expected)
 
 
 async def test_input_items_in_pages(server: Server) -> None:
@@ -521,18 +509,14 @@ async def test_truncation_lets_the_oldest_go(server: Server) -> None:
     status, body = await server.post(URL, {"input": sent, "instructions": "Rules."})
     assert status == 400 and body["error"]["code"] == "context_length_exceeded"
     asked = {"input": sent, "instructions": "Rules.", "truncation": "auto", "max_output_tokens": 5}
-    status, _ = await server.post(URL, asked)
+    await server.ask(URL, asked)
     shown = bytes(server.engine.runs[-1].prompt.tolist()).decode()
-    assert status == 200
     assert shown.startswith("system: Rules.\nuser: ") and "user: 11 x" in shown and "user: 0 x" not in shown
 
 
 def test_rules_become_one_message() -> None:
     sent = own_items([{"role": "developer", "content": "b"}, {"role": "user", "content": "c"}], "resp_x")
-    assert messages(sent, "a") == [
-        {"role": "system", "content": "a\n\nb"},
-        {"role": "user", "content": "c"},
-    ]
+    assert messages(sent, "a") == [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "c"}]
 
 
 def test_shortening_keeps_rules_last_message_and_pairs() -> None:

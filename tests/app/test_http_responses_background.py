@@ -210,8 +210,7 @@ async def test_a_server_that_stops_tells_how_far_it_came(
     run.push(0, Piece("Hel", [1]))
     await runner.cleanup()
     again = await start(ServeConfig(data_dir=data))
-    async with again.http.get(f"{URL}/{made['id']}") as response:
-        kept = await response.json()
+    kept = await again.get(f"{URL}/{made['id']}")
     assert (kept["status"], kept["error"]["code"]) == ("failed", "service_unavailable")
     assert kept["output"][0]["content"][0]["text"] == "Hel" and run.aborted
 
@@ -222,12 +221,7 @@ async def test_a_stream_that_a_restart_cut_off_has_an_end(start: Start, tmp_path
     crashed = Store(tmp_path, 10**6)
     await crashed.put(
         Record(
-            id=id,
-            owner="",
-            status="in_progress",
-            created=2**31,
-            doc=json.dumps(doc).encode(),
-            input=b"[]",
+            id=id, owner="", status="in_progress", created=2**31, doc=json.dumps(doc).encode(), input=b"[]"
         )
     )
     await crashed.close()

@@ -22,19 +22,13 @@ HO = [{"role": "user", "content": "ho ho"}]
 SAID = "Hello wörld 😀!"
 
 
-async def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
-    status, answer = await server.post(path, body)
-    assert status == 200, answer
-    return answer
-
-
 # -- conversations side by side ----------------------------------------------------------------------
 
 
 async def test_a_batch_has_a_choice_for_each_conversation(server: Server) -> None:
     server.engine.cached = 3
     body = {"messages": [HI, HO], "max_tokens": 5, "request_id": "b", "return_token_ids": True}
-    answer = await ask(server, CHAT + "/batch", body)
+    answer = await server.ask(CHAT + "/batch", body)
     assert (answer["id"], answer["object"]) == ("b", "chat.completion")
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert [choice["message"]["content"] for choice in answer["choices"]] == [SAID, SAID]
@@ -73,8 +67,7 @@ async def test_one_that_fails_ends_the_others(server: Server) -> None:
     ],
 )
 async def test_what_is_wrong_with_a_batch(server: Server, fields: dict[str, Any], param: str) -> None:
-    status, answer = await server.post(CHAT + "/batch", {"messages": [HI], **fields})
-    assert status == 400 and answer["error"]["param"].startswith(param), answer
+    assert (await server.refused(CHAT + "/batch", {"messages": [HI], **fields}))["param"].startswith(param)
 
 
 # -- scores ------------------------------------------------------------------------------------------
@@ -82,7 +75,7 @@ async def test_what_is_wrong_with_a_batch(server: Server, fields: dict[str, Any]
 
 async def test_generative_scores(server: Server) -> None:
     body = {"query": "Is it? ", "items": ["y", "nn"], "label_token_ids": [10, 50], "request_id": "g"}
-    answer = await ask(server, "/generative_scoring", body)
+    answer = await server.ask("/generative_scoring", body)
     assert (answer["id"], answer["object"], answer["model"]) == ("generative-scoring-g", "list", "org/tiny")
     a, b = math.exp(-0.1), math.exp(-0.5)
     assert [each["score"] for each in answer["data"]] == [pytest.approx(a / (a + b))] * 2
@@ -90,9 +83,9 @@ async def test_generative_scores(server: Server) -> None:
     assert answer["usage"]["prompt_tokens"] == 2 * (1 + len("Is it? ")) + 3
     first = server.engine.runs[0].prompt.tolist()
     assert first == [256, *b"Is it? ", *b"y", 10], "encoded apart, and one beginning"
-    await ask(server, "/generative_scoring", {**body, "item_first": True, "add_special_tokens": False})
+    await server.ask("/generative_scoring", {**body, "item_first": True, "add_special_tokens": False})
     assert server.engine.runs[-4].prompt.tolist() == [*b"y", *b"Is it? ", 10]
-    answer = await ask(server, "/generative_scoring", {**body, "apply_softmax": False, "query": [5]})
+    answer = await server.ask("/generative_scoring", {**body, "apply_softmax": False, "query": [5]})
     assert answer["data"][0]["score"] == pytest.approx(a)
 
 
@@ -108,8 +101,7 @@ async def test_generative_scores(server: Server) -> None:
 )
 async def test_what_is_wrong_with_a_score(server: Server, fields: dict[str, Any], param: str) -> None:
     body = {"query": "q", "items": ["a"], "label_token_ids": [1], **fields}
-    status, answer = await server.post("/generative_scoring", body)
-    assert (status, answer["error"]["param"]) == (400, param)
+    assert (await server.refused("/generative_scoring", body))["param"] == param
 
 
 # -- tokens in, tokens out ---------------------------------------------------------------------------
@@ -122,7 +114,7 @@ async def test_tokens_in_tokens_out(server: Server) -> None:
         "sampling_params": {"max_tokens": 2, "n": 2, "logprobs": 1, "prompt_logprobs": 0, "seed": 3},
         "return_token_ids": True,
     }
-    answer = await ask(server, INFERENCE, body)
+    answer = await server.ask(INFERENCE, body)
     assert (answer["request_id"], answer["output_mode"]) == ("t", "tokens")
     assert answer["prompt_token_ids"] == [5, 6] and len(answer["prompt_logprobs"]) == 2
     assert [choice["token_ids"] for choice in answer["choices"]] == [[72, 108]] * 2
@@ -136,7 +128,7 @@ async def test_tokens_in_tokens_out(server: Server) -> None:
     }
     assert answer["usage"]["total_tokens"] == 6
     plain = {"token_ids": [5], "output_mode": "text"}
-    answer = await ask(server, INFERENCE, plain)
+    answer = await server.ask(INFERENCE, plain)
     assert answer["choices"][0]["text"] == SAID and "prompt_token_ids" not in answer
     assert server.engine.runs[-1].job.max_tokens is None, "unset is all that fits"
 
@@ -195,9 +187,9 @@ async def test_there_and_back_again(server: Server) -> None:
     asked |= {"cache_salt": "salt", "extra_key": "key", "priority": 3}
     script = ["<think>\nhm\n</think>\n\n", *CALL]
     server.engine.scripts = [script, script]
-    whole = await ask(server, CHAT, asked)
-    rendered = await ask(server, CHAT + "/render", asked)
-    generated = await ask(server, INFERENCE, rendered)
+    whole = await server.ask(CHAT, asked)
+    rendered = await server.ask(CHAT + "/render", asked)
+    generated = await server.ask(INFERENCE, rendered)
     direct, apart = (run.job for run in server.engine.runs)
     assert apart.sampling == direct.sampling and apart.max_tokens == direct.max_tokens
     assert (apart.root, apart.priority) == (direct.root, direct.priority)
@@ -206,8 +198,7 @@ async def test_there_and_back_again(server: Server) -> None:
     # The fake's tokens are the first byte of what they say, so the text itself is made of tokens here.
     text = "".join(script)
     made = {**generated, "choices": [{**generated["choices"][0], "token_ids": [*text.encode(), 257]}]}
-    back = await ask(
-        server,
+    back = await server.ask(
         CHAT + "/derender",
         {"generate_response": made, "chat_request": asked, "prompt_token_ids": rendered["token_ids"]},
     )
@@ -229,7 +220,7 @@ async def test_tokens_may_be_named_by_vllms_word_for_their_ids(server: Server) -
     ]
     content = [{"token": "token_id:72", "logprob": -0.5, "bytes": None, "top_logprobs": best}]
     made = {"choices": [{"token_ids": [72], "finish_reason": "stop", "logprobs": {"content": content}}]}
-    answer = await ask(server, CHAT + "/derender", {"generate_response": made})
+    answer = await server.ask(CHAT + "/derender", {"generate_response": made})
     (told,) = answer["choices"][0]["logprobs"]["content"]
     assert (told["token"], told["bytes"], told["logprob"]) == ("H", [72], -0.5)
     assert [each["token"] for each in told["top_logprobs"]] == ["H", "</s>"]
@@ -249,17 +240,17 @@ async def test_tokens_may_be_named_by_vllms_word_for_their_ids(server: Server) -
 
 async def test_derendering_without_the_request(server: Server) -> None:
     made = {"choices": [{"index": 0, "token_ids": [*b"Hi!", 257], "finish_reason": "stop"}]}
-    answer = await ask(server, CHAT + "/derender", {"generate_response": made, "prompt_tokens": 7})
+    answer = await server.ask(CHAT + "/derender", {"generate_response": made, "prompt_tokens": 7})
     assert answer["choices"][0]["message"]["content"] == "Hi!"
     assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}
 
 
 async def test_completions_back_from_tokens(server: Server) -> None:
-    rendered = await ask(server, COMPLETIONS + "/render", {"prompt": ["a", "b"], "n": 2})
-    made = [await ask(server, INFERENCE, each) for each in rendered]
+    rendered = await server.ask(COMPLETIONS + "/render", {"prompt": ["a", "b"], "n": 2})
+    made = [await server.ask(INFERENCE, each) for each in rendered]
     assert all(run.job.max_tokens == 16 and run.job.n == 2 for run in server.engine.runs)
     body = {"generate_responses": made, "prompt_token_ids": [each["token_ids"] for each in rendered]}
-    answer = await ask(server, COMPLETIONS + "/derender", body)
+    answer = await server.ask(COMPLETIONS + "/derender", body)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 64)
@@ -298,5 +289,4 @@ CHOICE = {"token_ids": [1], "finish_reason": "stop"}
 async def test_what_is_wrong_with_what_was_made(
     server: Server, path: str, fields: dict[str, Any], param: str
 ) -> None:
-    status, answer = await server.post(path + "/derender", fields)
-    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert (await server.refused(path + "/derender", fields))["param"] == param

@@ -29,8 +29,7 @@ def told(token: int) -> float:
 
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
 async def test_scores_are_the_labels_probabilities(server: Server, path: str) -> None:
-    status, body = await server.post(path, {**ASKED, "model": "org/tiny", "unknown": 1})
-    assert status == 200
+    body = await server.ask(path, {**ASKED, "model": "org/tiny", "unknown": 1})
     assert body["object"] == "scoring"
     assert body["model"] == "org/tiny"
     assert np.allclose(body["scores"], [[told(10), told(50)]] * 2)
@@ -42,8 +41,7 @@ async def test_scores_are_the_labels_probabilities(server: Server, path: str) ->
 @pytest.mark.parametrize("field", ["rid", "request_id"])
 async def test_the_clients_id_is_that_of_the_jobs(server: Server, field: str) -> None:
     """An abort by the client's id reaches the jobs."""
-    status, _ = await server.post("/v1/score", {**ASKED, field: "mine"})
-    assert status == 200
+    await server.ask("/v1/score", {**ASKED, field: "mine"})
     assert {run.job.id.partition("-")[0] for run in server.engine.runs} == {"mine"}
 
 
@@ -66,8 +64,7 @@ async def test_softmax_shares_among_the_labels(server: Server) -> None:
     ],
 )
 async def test_prompts_are_joined(server: Server, sent: dict[str, Any], prompts: list[list[int]]) -> None:
-    status, _ = await server.post("/v1/score", {**sent, "label_token_ids": [7, 9]})
-    assert status == 200
+    await server.ask("/v1/score", {**sent, "label_token_ids": [7, 9]})
     ran = [run.prompt.tolist() for run in server.engine.runs]
     assert ran == [[*prompt, label] for prompt in prompts for label in (7, 9)]
     assert all(run.params.max_tokens == 0 for run in server.engine.runs)

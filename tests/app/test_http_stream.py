@@ -685,6 +685,5 @@ async def test_a_client_that_goes_away_while_its_request_is_starting(server: Ser
 
 async def test_a_later_prompt_that_is_refused_frees_the_earlier_ones(server: Server) -> None:
     server.engine.manual = True
-    status, answer = await server.post(COMPLETIONS, {"prompt": ["a", "x" * 600]})
-    assert status == 400 and answer["error"]["param"] == "prompt[1]"
+    assert (await server.refused(COMPLETIONS, {"prompt": ["a", "x" * 600]}))["param"] == "prompt[1]"
     assert server.engine.runs[0].aborted and not server.engine.live

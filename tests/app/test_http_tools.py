@@ -81,8 +81,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 async def test_what_is_wrong_about_tools_is_named(server: Server) -> None:
     know(server)
     for fields, param in WRONG:
-        status, answer = await server.post(CHAT, chat(**fields))
-        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert (await server.refused(CHAT, chat(**fields)))["param"] == param
     assert not server.engine.runs
 
 
@@ -97,8 +96,7 @@ async def test_calls_that_cannot_be_made_to_happen_are_refused(server: Server) -
         status, answer = await server.post(CHAT, chat(**fields))
         assert (status, answer["error"]["param"]) == (400, param), answer
         assert answer["error"]["code"] == "unsupported"
-    status, _ = await server.post(CHAT, chat())
-    assert status == 200
+    await server.ask(CHAT, chat())
 
 
 async def test_the_choice_reaches_prompt_and_grammar(server: Server) -> None:
@@ -117,8 +115,7 @@ async def test_the_choice_reaches_prompt_and_grammar(server: Server) -> None:
         ({"tools": [STRICT, NOW]}, 2, {"weather", "now"}),
     ]
     for fields, shown, named in cases:
-        status, answer = await server.post(CHAT, chat(**fields))
-        assert status == 200, answer
+        await server.ask(CHAT, chat(**fields))
         job = server.engine.runs[-1].job
         assert job.prompt.startswith(f"tools: {shown}\n" if shown else "user")
         text = job.grammar.text if job.grammar else ""
@@ -494,8 +491,7 @@ async def test_history_goes_through_a_real_template(server: Server) -> None:
         kept = {key: value for key, value in message.items() if key not in ("reasoning_content", "reasoning")}
         history = [*HI, kept | {name: message[name]}]
         history.append({"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "4°"})
-        status, answer = await server.post("/tokenize", {"messages": history, "tools": None})
-        assert status == 200
+        answer = await server.ask("/tokenize", {"messages": history, "tools": None})
         text = ByteTokenizer().decode(answer["tokens"])
         assert f"<think>\nHm\n</think>\n\nLet me look.\n{CALL}<|im_end|>" in text
         assert "<tool_response>\n4°\n</tool_response>" in text
@@ -517,8 +513,7 @@ async def test_mistrals_short_ids(server: Server) -> None:
         {"role": "assistant", "tool_calls": [call, {**call, "id": "123456789"}]},
         {"role": "tool", "tool_call_id": call["id"], "content": "5"},
     ]
-    status, _ = await server.post(CHAT, {"messages": history})
-    assert status == 200
+    await server.ask(CHAT, {"messages": history})
     ids = [each["id"] for each in seen[1]["tool_calls"]]
     assert ids == [seen[2]["tool_call_id"], "123456789"] and len(ids[0]) == 9 and ids[0].isalnum()
 

@@ -116,8 +116,7 @@ async def test_an_answer_goes_between(real: tuple[Server, Bench]) -> None:
     words: Any = server.service.loaded.tokenizer
     p, s = words.token_id("[PREFIX]"), words.token_id("[SUFFIX]")
     body = {"prompt": "ab", "suffix": "yz", "max_tokens": 3, "echo": True, "return_token_ids": True}
-    status, answer = await server.post(COMPLETIONS, body)
-    assert status == 200, answer
+    answer = await server.ask(COMPLETIONS, body)
     choice = answer["choices"][0]
     assert choice["prompt_token_ids"] == [s, *b"yz", p, *b"ab"]
     assert choice["text"].startswith("ab") and answer["usage"]["prompt_tokens"] == 6
@@ -139,8 +138,7 @@ async def test_what_a_suffix_cannot_stand_beside(
     real: tuple[Server, Bench], fields: dict[str, Any], param: str
 ) -> None:
     server, bench = real
-    status, answer = await server.post(COMPLETIONS, {"prompt": "a", "suffix": "b", **fields})
-    assert (status, answer["error"]["param"]) == (400, param)
+    assert (await server.refused(COMPLETIONS, {"prompt": "a", "suffix": "b", **fields}))["param"] == param
     assert not bench.executor.plans
 
 

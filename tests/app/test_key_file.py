@@ -13,6 +13,7 @@ from app.http.tenant import Keys
 from app.server import reload_keys
 from app.settings import parse
 from core.errors import ConfigError
+from tests.rigs.usage import usage_error
 
 SHA = hashlib.sha256(b"secret").hexdigest()
 
@@ -107,10 +108,7 @@ def test_a_wrong_file_ends_the_start_as_a_wrong_argument_does(
 ) -> None:
     file.write_text(f"{ONE}concurency = 1")
     for path, told in ((file, "unknown field 'concurency'"), (file / "x", "cannot read --api-keys-file")):
-        with pytest.raises(SystemExit) as ended:
-            parse(["--api-keys-file", str(path)])
-        assert ended.value.code == 2
-        assert told in capsys.readouterr().err
+        assert told in usage_error(capsys, parse, ["--api-keys-file", str(path)])
     file.write_text(ONE)
     with pytest.raises(SystemExit):
         parse(["--api-keys-file", str(file), "--api-key", "k-secret"])

@@ -28,6 +28,7 @@ from core.kv_events import KvEventsConfig, endpoint_of, kv_events
 from core.types import RootKey
 from tests.rigs.kv_events import Subscriber, cached
 from tests.rigs.step_loop import Bench
+from tests.rigs.usage import usage_error
 from tests.rigs.wait import PATIENCE, settle
 
 FREE = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
@@ -164,8 +165,7 @@ async def test_a_router_knows_what_is_cached(make: Make, tokenizer: Tokenizer) -
 
     async def work(steps: int) -> None:
         for _ in range(steps):
-            bench.executor.complete(len(bench.executor.pending))
-            await settle()
+            await bench.complete()
 
     try:
         for round in range(12):
@@ -279,9 +279,7 @@ def test_what_turns_it_on(text: str, publishes: bool) -> None:
 def test_wrong_settings_end_the_start(text: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=named):
         kv_events(CacheConfig(kv_events_config=text), 2)
-    with pytest.raises(SystemExit) as ended:
-        parse(["--dp", "2", "--kv-events-config", text])
-    assert ended.value.code == 2 and "--kv-events-config" in capsys.readouterr().err
+    assert "--kv-events-config" in usage_error(capsys, parse, ["--dp", "2", "--kv-events-config", text])
 
 
 def test_it_needs_the_prefix_cache_the_extra_and_a_free_port(

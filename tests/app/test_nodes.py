@@ -13,6 +13,7 @@ from app.settings import parse
 from bench.chaos.tiny import dummy_model, flags, free_port
 from core.errors import ConfigError
 from tests.rigs.nodes import at_once
+from tests.rigs.usage import usage_error
 
 
 @pytest.mark.parametrize(
@@ -24,10 +25,7 @@ from tests.rigs.nodes import at_once
     ],
 )
 def test_what_cannot_be_is_one_line(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(["--nnodes", "2", *more])
-    assert ended.value.code == 2
-    assert f"loom: error: {words}" in capsys.readouterr().err
+    assert f"loom: error: {words}" in usage_error(capsys, parse, ["--nnodes", "2", *more])
 
 
 def test_torchruns_place_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

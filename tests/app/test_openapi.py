@@ -89,8 +89,7 @@ async def test_streams_are_events(server: Server) -> None:
 async def test_keys_are_told_of_where_they_are_asked_for(start: Start) -> None:
     assert "security" not in await get(await start())
     keyed = await start(ServeConfig(api_key=("k",)))
-    async with keyed.http.get("/openapi.json", headers={"Authorization": "Bearer k"}) as answer:
-        told = await answer.json()
+    told = await keyed.get("/openapi.json", headers={"Authorization": "Bearer k"})
     assert told["security"] == [{"bearer": []}, {"key": []}]
     assert told["paths"]["/health"]["get"]["security"] == []
     assert "401" not in told["paths"]["/health"]["get"]["responses"]

@@ -17,11 +17,6 @@ from tests.rigs.step_loop import PROMPT, VOCAB, Bench
 from tests.rigs.wait import settle
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(None, VOCAB, [2])
-
-
 @pytest.fixture
 async def bench(tokenizer: Tokenizer) -> Bench:
     return Bench(tokenizer, eager=False)
@@ -35,8 +30,7 @@ def operator(bench: Bench, tmp_path: Path) -> Operator:
 async def finish(bench: Bench, *runs: object) -> None:
     """Let the device work until nothing is left."""
     while not bench.engine.idle:
-        bench.executor.complete(len(bench.executor.pending))
-        await settle()
+        await bench.complete()
 
 
 async def held(bench: Bench, work: asyncio.Task[None]) -> None:
@@ -220,8 +214,7 @@ async def test_a_call_that_is_left_while_it_waits_for_quiet_comes_to_its_end(
     act = {"sleep": operator.sleep, "load_weights": lambda: operator.load_weights("other")}[name]
     await left(asyncio.create_task(act()))
     assert bench.executor.commands == []
-    bench.executor.complete(len(bench.executor.pending))
-    await settle()
+    await bench.complete()
     assert [o.action for o in bench.executor.commands] == [name]
     assert operator.paused == (name == "sleep")
     await operator.wake()

@@ -421,14 +421,9 @@ INFERENCE: dict[str, Case] = {
 }
 
 GENERATIVE: dict[str, Case] = {
-    "model": Works("org/tiny"),
-    "query": Works("a", needed=True),
-    "items": Works(["b"], needed=True),
-    "label_token_ids": Works([5], needed=True),
+    **{name: case for name, case in SCORE.items() if name not in ("cache_salt", "extra_key")},
     "apply_softmax": Works(False),
-    "item_first": Works(True),
     "add_special_tokens": Works(False),
-    "priority": Works(3),
     "request_id": Works("one"),
 }
 

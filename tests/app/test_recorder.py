@@ -108,13 +108,11 @@ async def test_a_preempted_request_waits_as_such(tokenizer: Tokenizer) -> None:
         bench.executor.complete(1)
     bench.engine.paused = True
     bench.engine.retract_all()
-    bench.executor.complete(len(bench.executor.pending))
-    await settle()
+    await bench.complete()
     assert (bench.engine.load().waiting, bench.engine.load().retracted) == (1, 1)
     bench.engine.resume()
     while not run.requests[0].finish:
-        bench.executor.complete(len(bench.executor.pending))
-        await settle()
+        await bench.complete()
     assert bench.engine.load().retracted == 0
     bench.engine.close()
 

@@ -20,18 +20,6 @@ from tests.rigs.wait import settle
 LIMITS = AdapterLimits(places=2, max_rank=8, host=3)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(None, VOCAB, [2])
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for name in "abcdefgh":
-        (tmp_path / "roots" / name).mkdir(parents=True)
-    return tmp_path / "roots"
-
-
 @pytest.fixture(params=[2, 3])
 async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer, root: Path) -> Bench:
     return Bench(tokenizer, eager=False, replicas=request.param, adapters=LIMITS, roots=(root,))
@@ -45,23 +33,11 @@ def key(info: AdapterInfo) -> RootKey:
     return RootKey(adapter=info.id)
 
 
-async def work(bench: Bench) -> None:
-    """Let the devices work until nothing is left."""
-    for _ in range(3000):
-        for executor in bench.executors:
-            executor.complete(len(executor.pending))
-        await settle()
-        if bench.replicas.idle:
-            break
-    bench.replicas.check_integrity()
-    assert bench.replicas.idle and bench.replicas.failure is None
-
-
 async def test_every_replica_runs_an_adapter_that_is_loaded_once(bench: Bench, root: Path) -> None:
     a = await load(bench, root, "a")
     for replica in range(len(bench.engines)):
         await bench.start(f"r{replica}", 12, root=key(a), replica=replica)
-    await work(bench)
+    await bench.work()
     for replica in range(len(bench.engines)):
         assert bench.tokens(f"r{replica}-0") == oracle(PROMPT.tolist(), 12, VOCAB, adapter=a.id)
         told = bench.adapters.statistics(replica)
@@ -71,7 +47,7 @@ async def test_every_replica_runs_an_adapter_that_is_loaded_once(bench: Bench, r
 async def test_places_are_taken_only_where_requests_are(bench: Bench, root: Path) -> None:
     a = await load(bench, root, "a")
     await bench.start("r", 4, root=key(a), replica=1)
-    await work(bench)
+    await bench.work()
     assert [engine.places.taken for engine in bench.engines][:2] == [0, 1]
 
 
@@ -88,7 +64,7 @@ async def test_unloading_waits_for_requests_of_all_replicas(bench: Bench, root: 
         await settle()
     assert bench.engines[0].idle and not unloading.done() and bench.executors[0].host
     run.abort()
-    await work(bench)
+    await bench.work()
     await unloading
     assert all(executor.host == {} for executor in bench.executors)
     assert all(engine.places.taken == 0 for engine in bench.engines)
@@ -103,7 +79,7 @@ async def test_what_one_replica_refuses_is_loaded_nowhere(bench: Bench, root: Pa
     bench.executors[-1].broken.clear()
     a = await load(bench, root, "a")
     await bench.start("r", 4, root=key(a), replica=len(bench.engines) - 1)
-    await work(bench)
+    await bench.work()
 
 
 async def test_what_all_refuse_is_refused_as_by_one(bench: Bench, root: Path) -> None:
@@ -120,7 +96,7 @@ async def test_a_copy_that_fails_ends_the_requests_of_its_replica_alone(bench: B
     bench.executors[1].broken[str(root / "a")] = "the file is gone"
     await bench.start("good", 8, root=key(a), replica=0)
     await bench.start("bad", 8, root=key(a), replica=1)
-    await work(bench)
+    await bench.work()
     assert bench.tokens("good-0") == oracle(PROMPT.tolist(), 8, VOCAB, adapter=a.id)
     assert bench.reason("bad-0") is FinishReason.ERROR
     await bench.adapters.unload("a")
@@ -133,7 +109,7 @@ async def test_pinned_ones_keep_their_place_on_all(bench: Bench, root: Path) -> 
         await bench.start(f"p{replica}", 2, root=key(pinned), replica=replica)
         for info in others:
             await bench.start(f"{info.name}{replica}", 2, root=key(info), replica=replica)
-    await work(bench)
+    await bench.work()
     assert all(pinned.id in executor.host for executor in bench.executors)
     request = Request("again", PROMPT, SamplingParams(), root=key(pinned))
     assert all(engine.places.find(request) is not None for engine in bench.engines)
@@ -155,9 +131,7 @@ async def test_random_jobs_loads_and_unloads(bench: Bench, root: Path, seed: int
             name = rng.choice(free)
             loading = asyncio.ensure_future(load(bench, root, name))
             while not loading.done():  # a device may be busy
-                for executor in bench.executors:
-                    executor.complete(len(executor.pending))
-                await settle()
+                await bench.complete()
             loaded[name] = loading.result()
         await settle()
         info = rng.choice([None, *loaded.values()])
@@ -169,7 +143,7 @@ async def test_random_jobs_loads_and_unloads(bench: Bench, root: Path, seed: int
         await settle()
     unloads += [asyncio.ensure_future(bench.adapters.unload(name)) for name in loaded]
     await settle()
-    await work(bench)
+    await bench.work()
     await asyncio.gather(*unloads)
     for id, (length, adapter) in jobs.items():
         assert bench.tokens(f"{id}-0") == oracle(PROMPT.tolist(), length, VOCAB, adapter=adapter)

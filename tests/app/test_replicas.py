@@ -25,11 +25,6 @@ ROWS = 4
 BALANCES: list[LoadBalance] = ["cached-prefix", "shortest-queue", "round-robin", "fewest-tokens"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(None, VOCAB, [2])
-
-
 def prompt(first: int, length: int) -> np.ndarray:
     """A prompt that shares no page with one of another `first`."""
     return (np.arange(length, dtype=np.int32) + 37 * first) % 290 + 3
@@ -37,18 +32,6 @@ def prompt(first: int, length: int) -> np.ndarray:
 
 def running(bench: Bench) -> list[int]:
     return [load.running + load.waiting for load in (engine.load() for engine in bench.engines)]
-
-
-async def work(bench: Bench) -> None:
-    """Let the devices work until nothing is left."""
-    for _ in range(3000):
-        for executor in bench.executors:
-            executor.complete(len(executor.pending))
-        await settle()
-        if bench.replicas.idle:
-            break
-    assert bench.replicas.idle and bench.replicas.failure is None
-    bench.replicas.check_integrity()
 
 
 # -- choice ------------------------------------------------------------------------------------------
@@ -64,7 +47,7 @@ async def test_every_job_is_answered_as_by_one_replica(
     for id, ids in prompts.items():
         await bench.start(id, 6, prompt=ids)
     assert all(running(bench)) and sum(running(bench)) == 12
-    await work(bench)
+    await bench.work()
     for id, ids in prompts.items():
         assert bench.tokens(f"{id}-0") == oracle(ids.tolist(), 6, VOCAB)
 
@@ -76,7 +59,7 @@ async def test_round_robin_takes_turns(tokenizer: Tokenizer) -> None:
         await bench.start(f"r{i}", 4, prompt=prompt(i, 4 + 20 * i))
         seen.append(running(bench))
     assert seen[2] == [1, 1, 1] and seen[5] == [2, 2, 2]
-    await work(bench)
+    await bench.work()
 
 
 async def test_the_shortest_queue_counts_requests_and_fewest_tokens_tokens(tokenizer: Tokenizer) -> None:
@@ -89,7 +72,7 @@ async def test_the_shortest_queue_counts_requests_and_fewest_tokens_tokens(token
     assert sorted(running(queue)) == [3, 3]
     assert sorted(running(tokens)) == [1, 5]
     for bench in (queue, tokens):
-        await work(bench)
+        await bench.work()
 
 
 async def test_a_job_follows_its_prefix_while_that_saves_work(tokenizer: Tokenizer) -> None:
@@ -97,7 +80,7 @@ async def test_a_job_follows_its_prefix_while_that_saves_work(tokenizer: Tokeniz
     bench = Bench(tokenizer, eager=False, replicas=2)
     ids = prompt(0, 100)
     first = await bench.start("first", 4, prompt=ids)
-    await work(bench)
+    await bench.work()
     home = bench.engines.index(first.engine)
     homes = []
     for i in range(3):  # 108 tokens each
@@ -106,7 +89,7 @@ async def test_a_job_follows_its_prefix_while_that_saves_work(tokenizer: Tokeniz
     assert homes == [home, 1 - home, home]
     other = await bench.start("salted", 4, prompt=ids, root=RootKey(salt="other"))
     assert other.cached == 0
-    await work(bench)
+    await bench.work()
 
 
 async def test_idle_replicas_share_what_nobody_has_cached(tokenizer: Tokenizer) -> None:
@@ -144,7 +127,7 @@ async def test_of_replicas_loaded_alike_the_one_with_fewer_requests_takes_a_job(
     assert second.tokens < first.tokens < (1 + SLACK) * second.tokens
     run = await bench.start("next", 4, prompt=prompt(20, 8))
     assert bench.engines.index(run.engine) == 0
-    await work(bench)
+    await bench.work()
 
 
 async def test_no_job_waits_for_a_slot_while_another_replica_has_one(tokenizer: Tokenizer) -> None:
@@ -156,13 +139,13 @@ async def test_no_job_waits_for_a_slot_while_another_replica_has_one(tokenizer: 
         await bench.start(f"short{i}", 4, prompt=prompt(10 + i, 8), replica=1)
     run = await bench.start("free", 4, prompt=prompt(20, 8))
     assert bench.engines.index(run.engine) == 0
-    await work(bench)
+    await bench.work()
     for i in range(ROWS):
         await bench.start(f"again{i}", 4, prompt=prompt(30 + i, 8), replica=0)
     for words, home in ((8, 0), (200, 1)):
         run = await bench.start(f"cached{words}", 4, prompt=np.append(prompt(0, 100), prompt(40, words)))
         assert bench.engines.index(run.engine) == home
-    await work(bench)
+    await bench.work()
 
 
 async def test_where_all_replicas_have_the_common_part_no_job_waits(tokenizer: Tokenizer) -> None:
@@ -170,7 +153,7 @@ async def test_where_all_replicas_have_the_common_part_no_job_waits(tokenizer: T
     system = prompt(0, 41)
     for at in range(2):
         await bench.start(f"seed{at}", 2, prompt=system, replica=at)
-    await work(bench)
+    await bench.work()
     for i in range(2):
         await bench.start(f"long{i}", 40, prompt=prompt(10 + i, 200), replica=0)
     for i in range(ROWS):
@@ -179,7 +162,7 @@ async def test_where_all_replicas_have_the_common_part_no_job_waits(tokenizer: T
     assert bench.engines.index(run.engine) == 0
     many = await bench.start("many", 4, prompt=prompt(41, 5), n=2)  # one slot is left
     assert bench.engines.index(many.engine) == 1
-    await work(bench)
+    await bench.work()
 
 
 async def test_a_replica_without_pages_has_no_free_slot(tokenizer: Tokenizer) -> None:
@@ -194,7 +177,7 @@ async def test_a_replica_without_pages_has_no_free_slot(tokenizer: Tokenizer) ->
             executor.complete(min(1, len(executor.pending)))
     run = await bench.start("next", 4, prompt=prompt(100, 8))
     assert bench.engines.index(run.engine) == 1  # the other has 2,000 tokens in its line
-    await work(bench)
+    await bench.work()
 
 
 async def test_where_all_are_full_the_shortest_line_takes_a_job(tokenizer: Tokenizer) -> None:
@@ -213,14 +196,14 @@ async def test_where_all_are_full_the_shortest_line_takes_a_job(tokenizer: Token
         run = await bench.start(f"next{i}", 4, prompt=prompt(30 + i, 8))
         homes.append(bench.engines.index(run.engine))
     assert homes[0] == 0 and sorted(homes[1:]) == [0, 1]
-    await work(bench)
+    await bench.work()
 
 
 async def test_where_all_are_full_a_cached_prefix_is_worth_its_tokens(tokenizer: Tokenizer) -> None:
     """The cached prefix is not worth the whole line, though it is half of the prompt."""
     bench = Bench(tokenizer, eager=False, replicas=2, rows=ROWS, pages=1000)
     await bench.start("seed", 2, prompt=prompt(0, 9), replica=0)
-    await work(bench)
+    await bench.work()
     for i in range(ROWS):
         await bench.start(f"a{i}", 40, prompt=prompt(10 + i, 60), replica=0)
         await bench.start(f"b{i}", 40, prompt=prompt(20 + i, 60), replica=1)
@@ -229,7 +212,7 @@ async def test_where_all_are_full_a_cached_prefix_is_worth_its_tokens(tokenizer:
         run = await bench.start(f"next{i}", 4, prompt=np.append(prompt(0, 9), prompt(40 + i, 5)))
         homes.append(bench.engines.index(run.engine))
     assert 4 <= homes.count(1) <= 10
-    await work(bench)
+    await bench.work()
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -259,7 +242,7 @@ async def test_random_jobs_go_where_the_rule_says(tokenizer: Tokenizer, count: i
         for executor in rng.sample(bench.executors, rng.randint(0, count)):
             executor.complete(min(rng.randint(0, 3), len(executor.pending)))
         await settle()
-    await work(bench)
+    await bench.work()
     assert min(homes) > 0
     for id, (ids, run) in jobs.items():
         assert bench.tokens(f"{id}-0") == oracle(ids.tolist(), run.params.max_tokens, VOCAB)
@@ -275,7 +258,7 @@ async def test_a_job_may_name_its_replica(tokenizer: Tokenizer, balance: LoadBal
         with pytest.raises(RequestError, match="must be 0 to 2") as refused:
             await bench.start("wrong", 4, replica=wrong)
         assert refused.value.param == "data_parallel_rank"
-    await work(bench)
+    await bench.work()
 
 
 async def test_choices_and_beams_of_a_job_stay_together(tokenizer: Tokenizer) -> None:
@@ -286,7 +269,7 @@ async def test_choices_and_beams_of_a_job_stay_together(tokenizer: Tokenizer) ->
     assert run.engine is bench.engines[1]
     assert running(bench) == [4, 1]
     run.abort()
-    await work(bench)
+    await bench.work()
 
 
 async def test_what_continues_an_answer_goes_where_its_prefix_is(tokenizer: Tokenizer) -> None:
@@ -335,11 +318,11 @@ async def test_a_flush_empties_all_or_none(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer, eager=False, replicas=2)
     for replica in (0, 1):
         await bench.start(f"r{replica}", 4, replica=replica)
-    await work(bench)
+    await bench.work()
     await bench.start("late", 8, replica=1)
     assert not bench.submitter.flush()
     assert bench.engines[0].load().cache.cached
-    await work(bench)
+    await bench.work()
     assert bench.submitter.flush()
     assert not any(engine.load().cache.cached for engine in bench.engines)
 
@@ -356,7 +339,7 @@ async def test_an_abort_reaches_all_jobs_of_a_request(tokenizer: Tokenizer) -> N
     assert list(bench.pieces) == [f"{name}-0" for name in names[:3]]
     assert all(bench.reason(f"{name}-0") is FinishReason.ABORT for name in names[:3])
     assert bench.submitter.abort_all() == 3
-    await work(bench)
+    await bench.work()
 
 
 async def test_an_abort_reaches_jobs_on_every_replica(tokenizer: Tokenizer) -> None:
@@ -367,7 +350,7 @@ async def test_an_abort_reaches_jobs_on_every_replica(tokenizer: Tokenizer) -> N
     await settle()
     assert bench.reason("r4-0") is FinishReason.ABORT
     assert bench.submitter.abort_all() == 5
-    await work(bench)
+    await bench.work()
     assert {bench.reason(f"r{i}-0") for i in range(6)} == {FinishReason.ABORT}
     assert bench.submitter.idle
 
@@ -418,7 +401,7 @@ async def test_a_pause_holds_every_replica(operated: Operated, mode: PauseMode) 
     assert not any(executor.pending for executor in bench.executors) and operator.paused
     await operator.resume()
     await settle()
-    await work(bench)
+    await bench.work()
     for i in range(3):
         if mode == "abort":
             assert bench.reason(f"r{i}-0") is FinishReason.ABORT

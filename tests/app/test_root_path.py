@@ -16,8 +16,7 @@ async def test_routes_answer_with_and_without_the_prefix(start: Start, given: st
     for prefix in ("", "/llm/v2"):
         status, answer = await server.post(prefix + "/v1/chat/completions", {"messages": HI, "max_tokens": 1})
         assert status == 200 and answer["choices"]
-        async with server.http.get(prefix + "/v1/models/org/tiny?x=1") as response:
-            assert (await response.json())["id"] == "org/tiny"
+        assert (await server.get(prefix + "/v1/models/org/tiny?x=1"))["id"] == "org/tiny"
         _, answer = await server.post(prefix + "/v1/messages", {"messages": HI})
         assert answer["type"] == "error", "in the shape of the route's own dialect"
     for wrong in ("/llm/v2x/health", "/llm/health", "/llm/v2/llm/v2/health"):
@@ -35,5 +34,4 @@ async def test_the_prefix_opens_nothing(start: Start) -> None:
 async def test_the_description_names_the_prefix(start: Start) -> None:
     for given, servers in (("/llm", [{"url": "/llm"}]), ("", None)):
         server = await start(ServeConfig(root_path=given))
-        async with server.http.get("/openapi.json") as response:
-            assert (await response.json()).get("servers") == servers
+        assert (await server.get("/openapi.json")).get("servers") == servers

@@ -119,8 +119,7 @@ async def test_calls_that_a_template_drops_are_in_the_content(
     made = ChatTemplate(template("granite-3.3"))
     server.service.ready(msgspec.structs.replace(server.service.loaded, template=made))
     history = [USER, asked("I look.", "", [("now", {"a": [1]})]), {"role": "tool", "content": "4°"}]
-    status, answer = await server.post(CHAT, {"messages": history, "tools": TOOLS})
-    assert status == 200, answer
+    await server.ask(CHAT, {"messages": history, "tools": TOOLS})
     call = '<|tool_call|>[{"name": "now", "arguments": {"a": [1]}}]'
     assert f"I look.{call}<|end_of_text|>" in server.engine.runs[-1].job.prompt
 

@@ -280,8 +280,7 @@ ASKED = {"use_beam_search": True, "n": 3, "max_tokens": 5, "return_token_ids": T
 async def test_both_routes_answer_with_the_best_first(real: tuple[Server, Bench]) -> None:
     server, _ = real
     for path, body in ((COMPLETIONS, {"prompt": PROMPT.tolist()}), (CHAT, {"input_ids": PROMPT.tolist()})):
-        status, answer = await server.post(path, {**body, **ASKED, "temperature": 0.0, "seed": 7})
-        assert status == 200, answer
+        answer = await server.ask(path, {**body, **ASKED, "temperature": 0.0, "seed": 7})
         rules = Rules(3, len(PROMPT), 5, 1.0, frozenset({END}), -1)
         best = [[t for t in tokens if t != END] for tokens in plainly(Said(3, VOCAB), rules)]
         assert [choice["token_ids"] for choice in answer["choices"]] == best
@@ -292,8 +291,7 @@ async def test_both_routes_answer_with_the_best_first(real: tuple[Server, Bench]
 async def test_log_probabilities_and_several_prompts(real: tuple[Server, Bench]) -> None:
     server, _ = real
     body = {"prompt": [[65, 66], [67, 68]], **ASKED, "n": 2, "logprobs": 4, "echo": True}
-    status, answer = await server.post(COMPLETIONS, body)
-    assert status == 200, answer
+    answer = await server.ask(COMPLETIONS, body)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     told = answer["choices"][0]["logprobs"]
     assert len(told["tokens"]) == 2 + len(answer["choices"][0]["token_ids"])
@@ -363,8 +361,7 @@ async def test_where_it_is_not_to_be_had(
     asked = {**fields, "use_beam_search": True}
     if path == "/inference/v1/generate":
         asked = {**fields, "sampling_params": {"use_beam_search": True}}
-    status, answer = await server.post(path, asked)
-    assert (status, answer["error"]["param"]) == (400, param)
+    assert (await server.refused(path, asked))["param"] == param
     assert not server.engine.runs
 
 

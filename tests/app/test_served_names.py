@@ -41,8 +41,7 @@ def named(server: Server) -> Server:
 async def test_every_name_is_served_in_every_dialect(named: Server, path: str) -> None:
     names = [*NAMES, "default"] + ["default:latest", "second:latest"] * path.startswith("/api/")
     for name in names:
-        status, answer = await named.post(path, {**DIALECTS[path], "model": name})
-        assert status == 200, answer
+        answer = await named.ask(path, {**DIALECTS[path], "model": name})
         if "model" in answer and not path.startswith("/api/"):  # Ollama's clients get their own word back
             assert answer["model"] == "first"
     status, answer = await named.post(path, {**DIALECTS[path], "model": "fourth"})
@@ -50,14 +49,10 @@ async def test_every_name_is_served_in_every_dialect(named: Server, path: str) -
 
 
 async def test_all_names_are_listed(named: Server) -> None:
-    async with named.http.get("/v1/models") as response:
-        listed = (await response.json())["data"]
+    listed = (await named.get("/v1/models"))["data"]
     assert [each["id"] for each in listed] == list(NAMES)
     for asked, told in [*zip(NAMES, NAMES, strict=True), ("default", "first")]:
-        async with named.http.get(f"/v1/models/{asked}") as response:
-            assert (await response.json())["id"] == told
-    async with named.http.get("/v1/models", headers={"Anthropic-Version": "2023-06-01"}) as response:
-        answer = await response.json()
+        assert (await named.get(f"/v1/models/{asked}"))["id"] == told
+    answer = await named.get("/v1/models", headers={"Anthropic-Version": "2023-06-01"})
     assert (answer["first_id"], answer["last_id"]) == ("first", "third")
-    async with named.http.get("/api/tags") as response:
-        assert [each["name"] for each in (await response.json())["models"]] == list(NAMES)
+    assert [each["name"] for each in (await named.get("/api/tags"))["models"]] == list(NAMES)

@@ -9,20 +9,12 @@ import pytest
 from app.settings import parse, parse_generate
 from bench.chaos.tiny import ROOT
 from core.errors import ConfigError
+from tests.rigs.usage import usage_error
 
 
 def written(folder: Path, text: str, name: str = "serve.yaml") -> str:
     (folder / name).write_text(text)
     return str(folder / name)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        parse(argv)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
 
 
 def test_flags_win_over_variables_and_these_over_the_file(
@@ -111,7 +103,7 @@ def test_an_error_names_the_file_and_the_key(
     text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, text)
-    error = refused(capsys, "--config", path)
+    error = usage_error(capsys, parse, ["--config", path])
     assert all(word in error for word in (path, *words)), error
 
 
@@ -148,20 +140,16 @@ def test_no_file() -> None:
     ],
 )
 def test_an_error_names_the_variable(
-    variable: str,
-    text: str,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    variable: str, text: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(variable, text)
-    error = refused(capsys)
+    error = usage_error(capsys, parse, [])
     assert error.startswith(f"loom: error: {variable}: ") and words in error
 
 
 def test_an_empty_key_is_no_authentication_that_nobody_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     """The key is empty in `--api-key "$KEY"` where the variable is not set: the server took every request."""
-    assert "argument --api-key: a key must not be empty" in refused(capsys, "--api-key", "")
+    assert "argument --api-key: a key must not be empty" in usage_error(capsys, parse, ["--api-key", ""])
 
 
 def test_a_mistyped_variable_is_noted_and_others_are_not(

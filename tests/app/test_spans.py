@@ -18,6 +18,7 @@ from core.errors import ConfigError
 from core.types import Finish, FinishReason
 from tests.rigs.collector import Collector, Span, collecting
 from tests.rigs.server import Server, Start, know
+from tests.rigs.usage import usage_error
 from tests.rigs.wait import until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra otel")
@@ -35,11 +36,7 @@ async def collector() -> AsyncIterator[Collector]:
 
 @pytest.fixture
 async def server(start: Start, collector: Collector) -> Server:
-    return await start(
-        ServeConfig(
-            otlp_traces_endpoint=collector.url,
-        )
-    )
+    return await start(ServeConfig(otlp_traces_endpoint=collector.url))
 
 
 async def flushed(server: Server, collector: Collector) -> list[Span]:
@@ -209,8 +206,7 @@ async def test_a_response_in_the_background_ends_its_span_when_it_ends(
     server: Server, collector: Collector, ending: str
 ) -> None:
     server.engine.manual = True
-    status, made = await server.post("/v1/responses", {"input": "hi", "background": True, "store": True})
-    assert status == 200
+    made = await server.ask("/v1/responses", {"input": "hi", "background": True, "store": True})
     (run,) = server.engine.runs
     if ending == "cancelled":
         async with server.http.post(f"/v1/responses/{made['id']}/cancel") as response:
@@ -247,10 +243,7 @@ async def test_without_the_extra_the_start_names_it(start: Start, monkeypatch: p
 
 
 def test_an_endpoint_of_grpc_is_refused_with_the_port_of_http(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        settings.parse(["--otlp-traces-endpoint", "localhost:4317"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
+    said = usage_error(capsys, settings.parse, ["--otlp-traces-endpoint", "localhost:4317"])
     assert "--otlp-traces-endpoint" in said
     assert "http://" in said
     assert "4318" in said

@@ -15,6 +15,7 @@ from app.settings import make_parser, parse, parse_generate
 from core.config import Algorithm, Config, SpeculativeConfig
 from core.errors import ConfigError
 from core.speculation import resolve_algorithm
+from tests.rigs.usage import usage_error
 
 EAGLE3 = SpeculativeConfig(algorithm="eagle3", draft_model_path="org/head", num_draft_tokens=4)
 
@@ -202,11 +203,7 @@ WRONG = [
 def test_what_does_not_fit_together_is_one_line(
     line: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        read(line)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error = usage_error(capsys, parse, shlex.split(line))
     assert all(word in error for word in words), error
 
 

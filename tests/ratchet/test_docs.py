@@ -18,12 +18,6 @@ README_LINES = 150
 OURS = r"(?:app|core|gpu|bench|tests|configs|\.ci)"
 OTHERS = {"--index-url", "--nproc-per-node", "--pid"}
 """Flags of other programs."""
-PARSERS = {
-    "generate": settings.make_generate_parser,
-    "chat": settings.make_chat_parser,
-    "pull": settings.make_pull_parser,
-    "models": settings.make_models_parser,
-}
 PROGRAM = re.compile(r"^(?:sudo )?(?:loom|python -m app|torchrun .* -m app|docker run .* loom:\S+)(?= |$)")
 
 
@@ -61,7 +55,7 @@ def commands(guide: Path) -> Iterator[list[str]]:
 
 def parser_of(words: list[str]) -> tuple[Parser, list[str]]:
     if words and words[0] in settings.COMMANDS:
-        return PARSERS.get(words[0], settings.make_parser)(), words[1:]
+        return settings.make_parser(words[0]), words[1:]
     return settings.make_parser(), words
 
 

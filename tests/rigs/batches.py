@@ -17,7 +17,7 @@ from openai.types import Batch
 
 from app.api.openai.files import BATCHES
 from app.api.routes import make_app
-from app.batch import BackgroundCapacity
+from app.batch.capacity import BackgroundCapacity
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
 from app.engine.replicas import Replicas

@@ -12,11 +12,13 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from app.api.routes import make_app
 from app.engine.job import Job, Sink
+from app.http.burst import Burst
 from app.http.intake import Intake
-from app.http.keys import INTAKE
+from app.http.keys import BURST, INTAKE
 from app.http.server import Runner
 from app.parsers.registry import REASONING, TOOLS, ToolFamily
 from app.service import ModelCard, Phase, Service
@@ -54,6 +56,13 @@ class Server:
         self._runner = runner
 
     @property
+    def prompt(self) -> str:
+        """The text that the model's last run continued."""
+        shown = self.engine.runs[-1].job.prompt
+        assert isinstance(shown, str)
+        return shown
+
+    @property
     def connections(self) -> int:
         """Number of open connections of the server."""
         assert self._runner.server is not None
@@ -75,6 +84,29 @@ class Server:
         sent = {"json": body} if data is None else {"data": data}
         async with self.http.post(path, **sent) as response:
             return response.status, await response.json()
+
+    async def get(self, path: str, **sent: Any) -> Any:
+        """The decoded answer of status 200 to a GET."""
+        return msgspec.json.decode(await self.text(path, **sent))
+
+    async def text(self, path: str, **sent: Any) -> str:
+        """The answer of status 200 to a GET."""
+        async with self.http.get(path, **sent) as response:
+            text = await response.text()
+            assert response.status == 200, text
+            return text
+
+    async def ask(self, path: str, body: object) -> Any:
+        """The decoded answer of status 200."""
+        status, answer = await self.post(path, body)
+        assert status == 200, answer
+        return answer
+
+    async def refused(self, path: str, body: object) -> Any:
+        """The error of status 400."""
+        status, answer = await self.post(path, body)
+        assert status == 400, answer
+        return answer["error"]
 
     async def events(self, path: str, body: object) -> list[str]:
         """The payloads of a stream's events."""
@@ -135,6 +167,21 @@ async def starting(tmp_path: Path) -> AsyncIterator[Start]:
                 service.loaded.helper.close()
                 service.loaded.bodies.close()
         await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def answered(handler: Handler) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The response of one handler, behind a server that has no other."""
+    app = web.Application()
+    app[BURST] = Burst()
+    app.router.add_get("/", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/") as response:
+        yield response
+    await runner.cleanup()
 
 
 def refuse(server: Server, *errors: LoomError) -> list[LoomError]:

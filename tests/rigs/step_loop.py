@@ -21,6 +21,7 @@ from core.request import SamplingParams
 from core.schedule.scheduler import Scheduler
 from core.types import FinishReason
 from tests.rigs.executor import FakeExecutor
+from tests.rigs.wait import settle
 
 VOCAB = 300
 PROMPT = np.asarray([65, 66, 67], np.int32)
@@ -74,6 +75,21 @@ class Bench:
         run = await self.submitter.start(request, lambda index, piece: self._take(f"{id}-{index}", piece))
         assert isinstance(run, LiveRun)
         return run
+
+    async def complete(self) -> None:
+        """Run all submitted steps, and apply their results."""
+        for executor in self.executors:
+            executor.complete(len(executor.pending))
+        await settle()
+
+    async def work(self) -> None:
+        """Let the devices work until nothing is left."""
+        for _ in range(3000):
+            await self.complete()
+            if self.replicas.idle:
+                break
+        self.replicas.check_integrity()
+        assert self.replicas.idle and self.replicas.failure is None
 
     def _take(self, id: str, piece: Piece) -> None:
         seen = self.pieces.setdefault(id, [])

@@ -153,7 +153,7 @@ async def _tags(request: web.Request) -> tuple[Tag, ...]:
     tags = (await decoded(request, TagsBody, b"{}")).tags
     if named:  # vLLM's /wake_up takes them from the query
         if unknown := [tag for tag in named if tag not in TAGS]:
-            raise RequestError(f"'tags' takes {', '.join(TAGS)}, not {unknown[0][:100]!r}.", "tags")
+            raise field_error("tags", f"takes {', '.join(TAGS)}, not {unknown[0][:100]!r}")
         tags = msgspec.convert(named, list[Tag])
     return TAGS if tags is None else tuple(tags)
 

@@ -138,8 +138,5 @@ def prompt_usage(run: Run) -> dict[str, object]:
         "input_tokens": len(run.prompt) - end,
         "cache_creation_input_tokens": end - read,
         "cache_read_input_tokens": read,
-        "cache_creation": {
-            "ephemeral_5m_input_tokens": made["5m"],
-            "ephemeral_1h_input_tokens": made["1h"],
-        },
+        "cache_creation": {"ephemeral_5m_input_tokens": made["5m"], "ephemeral_1h_input_tokens": made["1h"]},
     }

@@ -83,18 +83,14 @@ class MessageFrames(Frames[dict[str, object]]):
         """See `Frames.delta`. All events of a piece go out in one write, the message's start with the
         first token: only then it is known what the cache had."""
         self._count += len(piece.tokens)
-        frames: list[bytes] = []
-        if not self._started:
-            self._start(frames)
+        frames = self._start()
         for event in piece.parsed():
             self._tell(event, frames)
         return b"".join(frames) or None
 
     def finish(self, index: int, piece: Piece) -> bytes:
         """See `Frames.finish`."""
-        frames: list[bytes] = []
-        if not self._started:
-            self._start(frames)
+        frames = self._start()
         if self._index < 0 and not self._empty:  # an answer has at least one block
             self._open("text", {"text": ""}, b"", frames)
         self._close(frames)
@@ -124,10 +120,13 @@ class MessageFrames(Frames[dict[str, object]]):
         full = len(self._run.prompt) + self._count >= self._card.context_length
         return stop_fields(piece.finish, piece.calls, full)
 
-    def _start(self, frames: list[bytes]) -> None:
+    def _start(self) -> list[bytes]:
+        """The message's start, unless it was sent."""
+        if self._started:
+            return []
         self._started = True
         used = {**prompt_usage(self._run), "output_tokens": self._count}
-        frames.append(_event("message_start", message={**_shell(self._id, self._card.name), "usage": used}))
+        return [_event("message_start", message={**_shell(self._id, self._card.name), "usage": used})]
 
     def _tell(self, event: Event, frames: list[bytes]) -> None:
         match event:

@@ -82,9 +82,7 @@ class ReplyFrames(Frames[dict[str, object]]):
         if self._namer is not None:
             self._tokens += piece.tokens
             self._rows += piece.logprobs or ()
-        frames: list[bytes] = []
-        if not self._started:
-            self._start(frames)
+        frames = self._start()
         for event in piece.parsed():
             self._tell(event, frames)
         return b"".join(frames) or None
@@ -92,9 +90,7 @@ class ReplyFrames(Frames[dict[str, object]]):
     def finish(self, index: int, piece: Piece) -> bytes:
         """See `Frames.finish`."""
         assert piece.finish is not None
-        frames: list[bytes] = []
-        if not self._started:
-            self._start(frames)
+        frames = self._start()
         if not (self._blocks or self._calls):  # as in a whole answer
             self._open_block("text", frames)
         self._close(frames)
@@ -126,19 +122,17 @@ class ReplyFrames(Frames[dict[str, object]]):
         }
         if namer is not None:
             answer["logprobs"] = [
-                {
-                    "text": namer.text(entry.token),
-                    "token_ids": [entry.token],
-                    "logprobs": [entry.value],
-                }
+                {"text": namer.text(entry.token), "token_ids": [entry.token], "logprobs": [entry.value]}
                 for entry in output_entries(piece.tokens, piece.logprobs or ())
             ]
         return answer
 
-    def _start(self, frames: list[bytes]) -> None:
+    def _start(self) -> list[bytes]:
+        """The message's start, unless it was sent."""
+        if self._started:
+            return []
         self._started = True
-        delta = {"message": {"role": "assistant"}}
-        frames.append(_event("message-start", id=self._id, delta=delta))
+        return [_event("message-start", id=self._id, delta={"message": {"role": "assistant"}})]
 
     def _tell(self, event: Event, frames: list[bytes]) -> None:
         match event:

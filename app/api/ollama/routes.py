@@ -21,10 +21,9 @@ from app.api.ollama.schema import (
     raw_body,
 )
 from app.api.openai.chat import chat_job, chat_spec
-from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.request.routing import Routes
-from app.api.request.sampling import ready, selected, served_names
+from app.api.request.sampling import ready, request_id, selected, served_names
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch
 from app.http.answer import answer

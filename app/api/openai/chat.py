@@ -10,15 +10,14 @@ import msgspec
 from aiohttp import web
 
 from app.api.openai.chat_stream import ChatFrames
-from app.api.openai.common import base_job, check_stream_fields, request_id
+from app.api.openai.common import base_job, check_stream_fields
 from app.api.openai.stream import GenerationRequest
 from app.api.request.beam import check_beam
 from app.api.request.messages import (
     CALL,
-    check_messages,
+    check_messages_async,
     chosen_template,
     generation_prompt,
-    message_count,
     short_ids,
     template_arguments,
     written_calls,
@@ -26,7 +25,7 @@ from app.api.request.messages import (
 from app.api.request.prompts import check_ids
 from app.api.request.reasoning import constrained, shown, thinking_budget, unthinking, without_thinking
 from app.api.request.routing import CHOICES, Routes
-from app.api.request.sampling import choices, stream_interval
+from app.api.request.sampling import choices, request_id, stream_interval
 from app.api.request.schema import ChatBody, refuse_unsupported
 from app.api.request.tools import Tools, called_in, chosen_tools
 from app.engine.job import Job, Run
@@ -130,7 +129,7 @@ def _schema_count(wanted: Wanted) -> int:
 async def _render(
     body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTemplate | RequestTemplate
 ) -> str:
-    messages = await aside(message_count(body.messages), lambda: check_messages(body.messages))
+    messages = await check_messages_async(body.messages)
     if loaded.tools is not None and loaded.tools.short_ids:
         messages = short_ids(messages)
     if loaded.tools is not None and template.drops_calls:

@@ -27,11 +27,7 @@ def message_fields(events: Iterable[Event], reading: Reading) -> dict[str, objec
         fields["reasoning_content"] = fields["reasoning"] = message.reasoning or None
     if message.calls:
         fields["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.calls
         ]
     return fields

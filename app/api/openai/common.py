@@ -8,7 +8,6 @@ from app.api.request.experts import experts_start
 from app.api.request.sampling import (
     allowed_ids,
     bad_words,
-    job_id,
     keep,
     priority,
     root_key,
@@ -16,18 +15,11 @@ from app.api.request.sampling import (
     text_options,
     truncation,
 )
-from app.api.request.schema import ChatBody, CompletionBody, Generation
+from app.api.request.schema import ChatBody, CompletionBody
 from app.engine.job import Job
 from app.http.tenant import tenant
-from app.ids import random_hex
 from app.service import Loaded
 from core.errors import field_error, unsupported
-
-
-def request_id(body: Generation, prefix: str) -> str:
-    """The client's own id, or `prefix` and random digits."""
-    param = "rid" if body.rid else "request_id"
-    return job_id(body.rid or body.request_id, f"{prefix}-{random_hex(32)}", param)
 
 
 def check_stream_fields(body: ChatBody | CompletionBody) -> None:

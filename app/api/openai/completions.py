@@ -9,20 +9,20 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from aiohttp import web
 
-from app.api.openai.common import base_job, check_stream_fields, logprob_count, request_id
+from app.api.openai.common import base_job, check_stream_fields, logprob_count
 from app.api.openai.stream import Chunks, GenerationRequest
 from app.api.request.embeds import embedded, prompt_embeds
 from app.api.request.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
 from app.api.request.prompts import check_prompt, split_prompts
 from app.api.request.reasoning import limited_thinking, thinking_budget
 from app.api.request.routing import CHOICES, Routes
-from app.api.request.sampling import choices, stream_interval
-from app.api.request.schema import CompletionBody, refuse_unsupported
-from app.api.request.suffix import with_suffix
+from app.api.request.sampling import choices, request_id, stream_interval
+from app.api.request.schema import CompletionBody, refuse, refuse_unsupported
 from app.engine.job import Job, Piece, Run
 from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside, prompt_count
 from app.service import Loaded
+from app.text.infill import find_marks
 from core.errors import field_error, unsupported
 from core.types import Floats
 
@@ -34,6 +34,14 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default, which other servers copied."""
 
 _TAKES = ("use_beam_search", "suffix", "lora_path")
+
+_BESIDE_SUFFIX = {
+    "truncate_prompt_tokens": "truncation would remove the marks around the text",
+    "thinking_token_budget": "text is inserted without thinking",
+    "max_thinking_tokens": "text is inserted without thinking",
+    "prompt_embeds": "prompts must be texts",
+}
+"""Fields that `suffix` excludes, with the reason."""
 
 
 class CompletionFrames(Chunks):
@@ -141,7 +149,7 @@ def completion_jobs(
         logprobs=logprobs,
         prompt_logprobs=logprobs if body.echo else -1,
     )
-    base = with_suffix(base, body, prompts, loaded)
+    base = _with_suffix(base, body, prompts, loaded)
     jobs = [embedded(base, rows, param) for param, rows in _named("prompt_embeds", embeds)]
     for param, prompt in _named("prompt", prompts):
         checked = check_prompt(prompt, vocab_size, param)
@@ -152,6 +160,22 @@ def completion_jobs(
     if len(jobs) == 1:
         return jobs
     return [msgspec.structs.replace(job, id=f"{id}-{i}") for i, job in enumerate(jobs)]
+
+
+def _with_suffix(job: Job, body: CompletionBody, prompts: Sequence[object], loaded: Loaded) -> Job:
+    """The job with its suffix, where the body has one, and the tokens that end such a text as stop ids.
+    Raises `RequestError` where the model or the rest of the body cannot have it."""
+    if not body.suffix:
+        return job
+    marks = find_marks(loaded.tokenizer)
+    if marks is None or max(marks.ends) >= loaded.card.vocab_size:  # some tokenizers know more than the model
+        raise unsupported("suffix", "this model's vocabulary has no marks for text insertion")
+    refuse(body, _BESIDE_SUFFIX, "suffix")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise field_error("suffix", "needs a 'prompt' that is text, not token ids")
+    stops = job.sampling.stop_ids if job.ignore_eos else job.sampling.stop_ids | marks.ends
+    sampling = msgspec.structs.replace(job.sampling, stop_ids=stops)
+    return msgspec.structs.replace(job, suffix=body.suffix, sampling=sampling)
 
 
 def _named(param: str, prompts: Sequence[P]) -> list[tuple[str, P]]:

@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.multipart import MultipartReader
 
 from app.api.request.routing import AFTER, DELETED, LISTED, ORDER, Routes, Schema, limited, newest_first, page
-from app.batch import Batches
+from app.batch.batches import Batches
 from app.batch.records import FileRecord
 from app.batch.store import Disk, Page, Store
 from app.http.errors import HttpError

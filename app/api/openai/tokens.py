@@ -7,10 +7,9 @@ import asyncio
 from aiohttp import web
 
 from app.api.request.messages import (
-    check_messages,
+    check_messages_async,
     chosen_template,
     generation_prompt,
-    message_count,
     template_arguments,
 )
 from app.api.request.prompts import check_ids, split_ids
@@ -18,7 +17,6 @@ from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, check_count, current
 from app.api.request.schema import DetokenizeBody, TokenizeBody
 from app.api.request.tools import check_tools
-from app.http.aside import aside
 from app.http.reply import long_response
 from app.service import Loaded
 from core.errors import RequestError, field_error
@@ -80,7 +78,7 @@ async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
         return texts, body.add_special_tokens is not False
     add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)
     text = await template.render_async(
-        await aside(message_count(body.messages), lambda: check_messages(body.messages)),
+        await check_messages_async(body.messages),
         tools=body.tools if check_tools(body.tools) else None,
         add_generation_prompt=add,
         continue_final_message=continued,

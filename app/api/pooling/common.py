@@ -13,14 +13,13 @@ import numpy as np
 
 from app.api.request.hidden import joined
 from app.api.request.prompts import Prompt, check_prompt, split_prompts
-from app.api.request.sampling import MAX_CHOICES, check_count, job_id, priority, root_key, truncation
+from app.api.request.sampling import MAX_CHOICES, check_count, priority, request_id, root_key, truncation
 from app.api.request.schema import Int
 from app.engine.job import Job, Run
 from app.http.delivery import Collector, running
 from app.http.tenant import tenant
-from app.ids import random_hex
 from app.service import Loaded
-from core.errors import ContextExceeded, EngineFailed, RequestError
+from core.errors import ContextExceeded, EngineFailed, field_error
 from core.models import Pooling, PoolingSpec
 from core.request import SamplingParams
 from core.request.params import Hidden
@@ -128,7 +127,7 @@ async def encode_all(
     """One or several texts or lists of ids, and whether `value` is one that is not in a list. Raises
     `RequestError` naming the field."""
     if not value:
-        raise RequestError(f"'{param}' must not be empty.", param)
+        raise field_error(param, "must not be empty")
     prompts, single = split_prompts(value, param)
     check_count(len(prompts), MAX_CHOICES, "inputs", param)
     inputs = [
@@ -159,13 +158,21 @@ async def run_pooled(
     inputs: Sequence[Input], body: PoolBody, prefix: str, loaded: Loaded, every: bool = False
 ) -> Pooled:
     """A vector for each input, pooled as the checkpoint says, or one for `every` token."""
-    pooling = loaded.card.pooling
-    hidden: Hidden = "all" if every else _HIDDEN[pooling.kind]
-    param = "rid" if body.rid else "request_id"
-    base = Job(
-        id=job_id(body.rid or body.request_id, f"{prefix}-{random_hex(32)}", param),
+    hidden: Hidden = "all" if every else _HIDDEN[loaded.card.pooling.kind]
+    base = base_job(body, prefix, loaded)
+    done = Pooled(base.id, [])
+    async for run in finished_runs(_jobs(inputs, base, hidden), loaded):
+        done.vectors.append(_vector(run, hidden))
+        done.prompt_tokens += len(run.prompt)
+        done.cached_tokens += run.cached
+    return done
+
+
+def base_job(body: PoolBody, prefix: str, loaded: Loaded) -> Job:
+    """The jobs of a request, which generate nothing, without their prompts and sampling parameters."""
+    return Job(
+        id=request_id(body, prefix),
         prompt="",
-        sampling=SamplingParams(temperature=0.0, hidden=hidden),
         max_tokens=0,
         seed=0,
         ignore_eos=True,
@@ -173,12 +180,6 @@ async def run_pooled(
         root=root_key(loaded, body.cache_salt, body.extra_key),
         owner=tenant(),
     )
-    done = Pooled(base.id, [])
-    async for run in finished_runs(_jobs(inputs, base), loaded):
-        done.vectors.append(_vector(run, hidden))
-        done.prompt_tokens += len(run.prompt)
-        done.cached_tokens += run.cached
-    return done
 
 
 async def finished_runs(jobs: Iterator[Job], loaded: Loaded) -> AsyncIterator[Run]:
@@ -191,14 +192,14 @@ async def finished_runs(jobs: Iterator[Job], loaded: Loaded) -> AsyncIterator[Ru
             yield run
 
 
-def _jobs(inputs: Sequence[Input], base: Job) -> Iterator[Job]:
+def _jobs(inputs: Sequence[Input], base: Job, hidden: Hidden) -> Iterator[Job]:
     """A job for each input, made lazily."""
     for i, input in enumerate(inputs):
         yield msgspec.structs.replace(
             base,
             id=f"{base.id}-{i}" if len(inputs) > 1 else base.id,
             prompt=input.ids,
-            sampling=msgspec.structs.replace(base.sampling, pair=input.second),
+            sampling=SamplingParams(temperature=0.0, hidden=hidden, pair=input.second),
             prompt_param=input.param,
             continues=i > 0,  # part of an answer that has begun: accepted while draining
         )

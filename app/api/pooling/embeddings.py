@@ -21,14 +21,13 @@ from app.api.pooling.common import (
     unit,
 )
 from app.api.request.hidden import check_numbers
-from app.api.request.messages import check_messages, generation_prompt, message_count, template_arguments
+from app.api.request.messages import check_messages_async, generation_prompt, template_arguments
 from app.api.request.routing import Routes
 from app.api.request.sampling import available
 from app.api.request.schema import Int
-from app.http.aside import aside
 from app.http.reply import long_response
 from app.service import Loaded
-from core.errors import RequestError, unsupported
+from core.errors import RequestError, field_error, unsupported
 from core.types import Floats
 
 ROUTES = Routes()
@@ -111,7 +110,7 @@ async def pooling(request: web.Request, body: PoolingBody, loaded: Loaded) -> we
 def check_format(body: EmbeddingBody, loaded: Loaded) -> None:
     """Raise `RequestError` for vectors of another kind than they are here."""
     if body.encoding_format not in (None, *FORMATS):
-        raise RequestError(f"'encoding_format' must be one of {', '.join(FORMATS)}.", "encoding_format")
+        raise field_error("encoding_format", f"must be one of {', '.join(FORMATS)}")
     for name, known in _ENCODED.items():
         if getattr(body, name) not in (None, *known):
             raise unsupported(name, f"vectors are {known[0]}")
@@ -134,7 +133,7 @@ async def encoded_inputs(body: EmbeddingBody, loaded: Loaded) -> list[Input]:
 async def _rendered(body: EmbeddingBody, loaded: Loaded) -> str:
     add, continued = generation_prompt(body.add_generation_prompt is True, body.continue_final_message)
     return await loaded.template.render_async(
-        await aside(message_count(body.messages), lambda: check_messages(body.messages)),
+        await check_messages_async(body.messages),
         add_generation_prompt=add,
         continue_final_message=continued,
         **template_arguments(body.chat_template_kwargs),
@@ -144,9 +143,7 @@ async def _rendered(body: EmbeddingBody, loaded: Loaded) -> str:
 def check_dimensions(dimensions: int | None, loaded: Loaded) -> None:
     """Raise `RequestError` unless a vector can have so many dimensions."""
     if dimensions is not None and not 1 <= dimensions <= loaded.card.hidden_size:
-        raise RequestError(
-            f"'dimensions' must be between 1 and {loaded.card.hidden_size}, got {dimensions}.", "dimensions"
-        )
+        raise field_error("dimensions", f"must be between 1 and {loaded.card.hidden_size}, got {dimensions}")
 
 
 async def encoded_vectors(body: EmbeddingBody, vectors: list[Floats]) -> Sequence[object]:

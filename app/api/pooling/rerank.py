@@ -19,7 +19,7 @@ from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available, check_count
 from app.api.request.schema import Int, Text
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 ROUTES = Routes()
 
@@ -127,7 +127,7 @@ async def scored(
 ) -> tuple[list[float], Pooled]:
     """A score for each pair. `most`: maximum tokens of the second text."""
     if most is not None and most < 1:
-        raise RequestError("'max_tokens_per_doc' must be at least 1.", "max_tokens_per_doc")
+        raise field_error("max_tokens_per_doc", "must be at least 1")
     spec = loaded.card.pooling
     if loaded.card.task == "classify":
         inputs = [await _joined(pair, body, loaded, most) for pair in pairs]
@@ -171,18 +171,18 @@ async def _apart(
 
 def _pairs(body: RerankBody) -> list[Pair]:
     if not body.query:
-        raise RequestError("'query' is missing or empty.", "query")
+        raise field_error("query", "is missing or empty")
     if not body.documents:
-        raise RequestError("'documents' is missing or empty.", "documents")
+        raise field_error("documents", "is missing or empty")
     check_count(len(body.documents), MAX_CHOICES, "texts", "documents")
     if body.top_n is not None and body.top_n < 1:
-        raise RequestError("'top_n' must be at least 1.", "top_n")
+        raise field_error("top_n", "must be at least 1")
     instruction = body.instruction or body.instruct
     query = f"{instruction}\n{body.query}" if instruction else body.query
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     for i, text in enumerate(texts):
         if not text:
-            raise RequestError(f"'documents[{i}]' must not be empty.", f"documents[{i}]")
+            raise field_error(f"documents[{i}]", "must not be empty")
     return [Pair((query, text), ("query", f"documents[{i}]")) for i, text in enumerate(texts)]
 
 
@@ -194,9 +194,7 @@ def _sides(body: PairBody) -> list[Pair]:
         raise RequestError("Give 'text_1' and 'text_2', or 'queries' and 'documents'.", "text_1")
     one, two = (_texts(getattr(body, name), name) for name in names)
     if len(one) not in (1, len(two)):
-        raise RequestError(
-            f"'{names[0]}' has {len(one)} texts and '{names[1]}' has {len(two)}: one, or as many.", names[0]
-        )
+        raise field_error(names[0], f"has {len(one)} texts and '{names[1]}' has {len(two)}: one, or as many")
     return [
         Pair(
             (one[i % len(one)], text),
@@ -210,6 +208,6 @@ def _texts(value: object, param: str) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     texts = [text for text in listed if isinstance(text, str) and text]
     if not listed or len(texts) < len(listed):
-        raise RequestError(f"'{param}' must be a text or a list of texts, none of them empty.", param)
+        raise field_error(param, "must be a text or a list of texts, none of them empty")
     check_count(len(texts), MAX_CHOICES, "texts", param)
     return texts

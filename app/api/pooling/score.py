@@ -13,18 +13,17 @@ import numpy as np
 from aiohttp import web
 
 from app.api.openai.stream import envelope
-from app.api.pooling.common import WINDOW, Counts, finished_runs
+from app.api.pooling.common import WINDOW, Counts, base_job, finished_runs
 from app.api.pooling.embeddings import VECTORS
 from app.api.pooling.rerank import SIDES, PairBody, score_pairs
 from app.api.request.prompts import Prompt, check_ids, split_prompts
 from app.api.request.routing import Routes
-from app.api.request.sampling import MAX_CHOICES, available, job_id, priority, root_key
+from app.api.request.sampling import MAX_CHOICES, available, job_id
 from app.api.request.schema import Int, refuse
 from app.engine.job import Job, Run
-from app.http.tenant import tenant
 from app.ids import random_hex
 from app.service import Loaded
-from core.errors import ContextExceeded, EngineFailed, RequestError
+from core.errors import ContextExceeded, EngineFailed, RequestError, field_error
 from core.request import SamplingParams
 from core.types import Ints
 
@@ -119,7 +118,7 @@ def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
     """Check everything that needs no tokenization."""
     for name in ("query", "items", "label_token_ids"):
         if getattr(body, name) is None or (name != "query" and not getattr(body, name)):
-            raise RequestError(f"'{name}' is missing or empty.", name)
+            raise field_error(name, "is missing or empty")
     assert body.query is not None and body.items and body.label_token_ids
     refuse(body, {"truncate_prompt_tokens": "items are scored whole"})
     labels, (items, _) = body.label_token_ids, split_prompts(body.items, "items")
@@ -129,17 +128,7 @@ def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
         )
     check_ids(labels, loaded.card.vocab_size, "label_token_ids")
     _check_items(body.query, items, loaded.card.vocab_size)
-    base = Job(
-        id=job_id(
-            body.rid or body.request_id, f"score-{random_hex(32)}", "rid" if body.rid else "request_id"
-        ),
-        prompt="",
-        max_tokens=0,
-        seed=0,
-        priority=priority(body.priority),
-        root=root_key(loaded, body.cache_salt, body.extra_key),
-        owner=tenant(),
-    )
+    base = base_job(body, "score", loaded)
     return ScoreRequest(body.query, items, body.item_first is True, labels, base)
 
 
@@ -234,9 +223,9 @@ async def _in_tokens(body: GenerativeBody, loaded: Loaded) -> ScoreBody:
     """vLLM joins tokens, not texts: query and items are encoded apart."""
     if body.query is None or not body.items:
         name = "query" if body.query is None else "items"
-        raise RequestError(f"'{name}' is missing or empty.", name)
+        raise field_error(name, "is missing or empty")
     if len(body.items) > MAX_CHOICES:
-        raise RequestError(f"'items' takes at most {MAX_CHOICES} items.", "items")
+        raise field_error("items", f"takes at most {MAX_CHOICES} items")
     items: list[str | int | list[int]] = []
     for i, item in enumerate(split_prompts(body.items, "items")[0]):
         items.append(await _ids(item, False, f"items[{i}]", loaded))

@@ -95,16 +95,16 @@ def chat_logprobs(piece: Piece, namer: Namer) -> dict[str, object]:
 
 def token_logprobs(piece: Piece, namer: Namer) -> list[dict[str, object]]:
     """One object per token: its own log-probability and the best others'."""
-    content = []
-    for entry in output_entries(piece.tokens, piece.logprobs or ()):
-        item = chat_token(entry.token, entry.value, namer)
-        item["top_logprobs"] = [chat_token(token, value, namer) for token, value in entry.top]
-        content.append(item)
-    return content
+    return [chat_entry(entry, namer) for entry in output_entries(piece.tokens, piece.logprobs or ())]
 
 
-def chat_token(token: int, value: float | None, namer: Namer) -> dict[str, object]:
-    """A token and its log-probability, as chat spells them."""
+def chat_entry(entry: Entry, namer: Namer) -> dict[str, object]:
+    """A token's log-probability and the best others', as chat spells them."""
+    top = [_chat_token(token, value, namer) for token, value in entry.top]
+    return {**_chat_token(entry.token, entry.value, namer), "top_logprobs": top}
+
+
+def _chat_token(token: int, value: float | None, namer: Namer) -> dict[str, object]:
     return {"token": namer.text(token), "logprob": value, "bytes": list(namer.tokenizer.token_bytes(token))}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.http.aside import aside
 from app.http.body import check_depth
 from app.http.pieces import MAX_VALUES
 from app.parsers.registry import ToolFamily
@@ -66,6 +67,11 @@ def check_messages(messages: list[Message] | None) -> list[Message]:
         raise field_error("messages", "must have at least one message")
     check_depth(messages, "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+async def check_messages_async(messages: list[Message] | None) -> list[Message]:
+    """`check_messages`, in a thread where there is much to check."""
+    return await aside(message_count(messages), lambda: check_messages(messages))
 
 
 def check_known_role(message: Message, param: str) -> None:

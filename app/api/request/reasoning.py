@@ -14,7 +14,7 @@ from app.parsers.grammar import Wanted, constraint
 from app.parsers.reading import Reading
 from app.parsers.registry import ReasoningFamily
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 from core.types import Ints
 
 SEEN = 512
@@ -34,7 +34,7 @@ def thinking_budget(body: ExtensionFields, loaded: Loaded, prefix: str = "") -> 
         name = prefix + name
         raise RequestError(f"'{name}': this model is not known to think.", name, "unsupported")
     if budget < 0:
-        raise RequestError(f"'{prefix}{name}' must not be negative.", prefix + name)
+        raise field_error(prefix + name, "must not be negative")
     return budget
 
 

@@ -13,6 +13,7 @@ from app.engine.adapters import DISABLED
 from app.engine.job import Keep, TextOptions
 from app.http.body import check_depth
 from app.http.tenant import permit
+from app.ids import random_hex
 from app.service import SERVED, Loaded, ModelCard, Phase, Service
 from app.text.repetition import MAX_LENGTH, Repetition
 from core.adapters import AdapterInfo
@@ -334,6 +335,19 @@ def job_id(sent: str | None, made: str, param: str = "rid") -> str:
     """The client's id for a request, or ours."""
     check_length(sent, param)
     return sent or made
+
+
+class Identified(Protocol):
+    """The fields of a body that name its request."""
+
+    rid: str | None
+    request_id: str | None
+
+
+def request_id(body: Identified, prefix: str) -> str:
+    """The client's own id, or `prefix` and random digits."""
+    param = "rid" if body.rid else "request_id"
+    return job_id(body.rid or body.request_id, f"{prefix}-{random_hex(32)}", param)
 
 
 class Truncation(Protocol):

@@ -56,11 +56,7 @@ async def parse_calls(request: web.Request, body: CallsBody, loaded: Loaded) -> 
     schemas = {tool.name: tool.schema for tool in tools}
     read = await _read(body.text, Reading(tools=family, names=frozenset(names), schemas=schemas))
     calls = [
-        {
-            "tool_index": names.get(call.name, -1),
-            "name": call.name,
-            "parameters": call.arguments,
-        }
+        {"tool_index": names.get(call.name, -1), "name": call.name, "parameters": call.arguments}
         for call in read.calls
     ]
     return {"normal_text": read.content, "calls": calls}

@@ -9,11 +9,10 @@ import msgspec
 from aiohttp import web
 
 from app.api.openai.chat import chat_answer
-from app.api.openai.common import request_id
 from app.api.openai.stream import envelope
 from app.api.request.field_names import fields_named
 from app.api.request.routing import CHOICES, Routes
-from app.api.request.sampling import MAX_CHOICES, check_count
+from app.api.request.sampling import MAX_CHOICES, check_count, request_id
 from app.api.request.schema import ChatBody
 from app.service import Loaded
 from core.errors import field_error, unsupported

@@ -13,7 +13,7 @@ from aiohttp import web
 from app.api.openai.chat import chat_job
 from app.api.openai.chat_stream import message_fields
 from app.api.openai.stream import envelope, finish_fields, finished
-from app.api.request.logprobs import Namer, chat_token
+from app.api.request.logprobs import Entry, Namer, chat_entry
 from app.api.request.prompts import check_ids
 from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import MAX_CHOICES
@@ -195,10 +195,8 @@ def _chat_logprobs(choice: GeneratedChoice, loaded: Loaded) -> dict[str, object]
     namer = Namer(loaded.tokenizer)
     content = []
     for one in choice.logprobs.content:
-        item = chat_token(one.token_id, one.logprob, namer)
-        top = one.top_logprobs or ()
-        item["top_logprobs"] = [chat_token(other.token_id, other.logprob, namer) for other in top]
-        content.append(item)
+        top = [(other.token_id, other.logprob) for other in one.top_logprobs or ()]
+        content.append(chat_entry(Entry(one.token_id, one.logprob, top), namer))
     return {"content": content, "refusal": None}
 
 

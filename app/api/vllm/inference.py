@@ -11,14 +11,13 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.openai.stream import DATA, END, includes_usage, spelling, usage
 from app.api.request.beam import check_streamed
 from app.api.request.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
 from app.api.request.reasoning import limited_thinking, thinking_budget
 from app.api.request.routing import Routes
-from app.api.request.sampling import stream_interval
+from app.api.request.sampling import request_id, stream_interval
 from app.api.request.schema import CompletionBody, Int, StreamOptions
 from app.engine.job import Job, Piece, Run
 from app.http.answer import AnswerSpec, answer

@@ -8,10 +8,10 @@ import numpy as np
 from aiohttp import web
 
 from app.api.openai.chat import chat_job
-from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.request.constraint import CONSTRAINTS, structured_outputs
 from app.api.request.routing import Routes
+from app.api.request.sampling import request_id
 from app.api.request.schema import ChatBody, CompletionBody, Generation
 from app.engine.job import Job
 from app.engine.submit import encoded
