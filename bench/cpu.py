@@ -19,7 +19,6 @@ of the server's CPU time, which other load changes least.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -28,7 +27,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +35,7 @@ import numpy as np
 
 from app.checkpoint.checkpoint import resolve
 from bench import llama
+from bench.flags import command
 from bench.llama import LONG, STREAMS, TOKENS, rate, started
 from bench.load.client import Target
 from bench.load.pool import Job, Pool
@@ -66,9 +66,7 @@ IDS = {"vocab_low": 1000, "vocab_high": 40_000}
 
 def main() -> None:
     """Measure and write results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--loaded", action="store_true", help="beside busy processes")
     parser.add_argument("--dtypes", action="store_true", help="float32 and bfloat16")
     args = parser.parse_args()
@@ -97,9 +95,10 @@ def _loaded() -> dict[str, dict[str, float]]:
 
 def _dtypes() -> dict[str, dict[str, object]]:
     """Returns the best round of each dtype, and the server's peak memory."""
+    one = {"OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         servers = {
-            dtype: stack.enter_context(started([*_COMMAND, "--port", str(port), *more, dtype], port, 1))
+            dtype: stack.enter_context(started([*_COMMAND, "--port", str(port), *more, dtype], port, one))
             for dtype, port in (("float32", PORT), ("bfloat16", PORT + 1))
             for more in [("--kv-tokens", str(TOKENS), "--threads", "1", "--dtype")]
         }
@@ -181,22 +180,9 @@ for round in range({ROUNDS} + 1):
 """
 
 
-@contextmanager
-def _server(variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+def _server(variables: Mapping[str, str] = MappingProxyType({})) -> AbstractContextManager[llama.Server]:
     command = [*_COMMAND, "--port", str(PORT), "--dtype", "float32"]  # as the peer
-    server = subprocess.Popen(command, env={**os.environ, **variables})
-    try:
-        while True:
-            assert server.poll() is None, "the server did not start"
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health")
-                break
-            except OSError:
-                time.sleep(0.2)
-        yield
-    finally:
-        server.terminate()
-        server.wait()
+    return started(command, PORT, variables)
 
 
 def _load(name: str, **options: Any) -> list[Record]:  # the workload's own fields

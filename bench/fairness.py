@@ -21,15 +21,17 @@ from typing import Any
 
 import uvloop
 
+from bench.flags import add_name, add_sizes, command, sized
 from bench.load.client import Client, Target
 from bench.load.prompts import Source
 from bench.load.records import Record
 from bench.load.workloads import Workload
 from bench.results import write
-from bench.table import SERVER, Server
+from bench.servers import SERVER, serving
 
 LIMIT = 2.0
 KEYS = ("long-prompts-key", "short-prompts-key")
+MODEL = "served"
 
 
 def write_keys(path: Path) -> None:
@@ -41,9 +43,9 @@ def write_keys(path: Path) -> None:
 class Caller:
     """Sends the prompts of a workload, each once. Owner: event loop."""
 
-    def __init__(self, url: str, key: str, model: str, work: Workload) -> None:
+    def __init__(self, url: str, key: str, work: Workload) -> None:
         self._client = Client(Target.of(url, key), "completions")
-        self._source = Source(work, model)
+        self._source = Source(work, MODEL)
         self._sent = 0
         self.first_tokens: list[float] = []
         """Seconds to the first token of each request."""
@@ -81,23 +83,17 @@ class Caller:
         self._client.close()
 
 
-async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(url: str, at_once: int, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run."""
     sizes = {"long": args.long, "short": args.input_len}
     long, short = (
-        Workload(
-            name=f"{name}-{args.at_once}",  # another run's prompts would be cached
-            input_len=length,
-            output_len=args.output_len,
-            vocab_low=min(1_000, args.vocab_high // 2),
-            vocab_high=args.vocab_high,
-        )
+        sized(f"{name}-{at_once}", args, input_len=length)  # another run's prompts would be cached
         for name, length in sizes.items()
     )
-    other, client = Caller(url, KEYS[0], model, long), Caller(url, KEYS[1], model, short)
+    other, client = Caller(url, KEYS[0], long), Caller(url, KEYS[1], short)
     try:
         before = await client.median_first_token(args.requests, args.gap)
-        traffic = asyncio.create_task(other.keep(args.at_once))
+        traffic = asyncio.create_task(other.keep(at_once))
         await asyncio.sleep(args.settle)
         beside = await client.median_first_token(args.requests, args.gap)
         served = len(other.first_tokens)
@@ -112,6 +108,7 @@ async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, A
         client.close()
     alone = (before + after) / 2
     return {
+        "at_once": at_once,
         "alone_ms": [round(1e3 * each, 1) for each in (before, after)],
         "beside_ms": round(1e3 * beside, 1),
         "times": round(beside / alone, 2),
@@ -122,31 +119,20 @@ async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, A
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write bench/results/NAME.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--name", default="fairness", help="of the file under bench/results")
+    parser = command(__doc__)
+    add_name(parser, "fairness")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8], help="long prompts, in turn")
     parser.add_argument("--long", type=int, default=12_000)
-    parser.add_argument("--input-len", type=int, default=1_000)
-    parser.add_argument("--output-len", type=int, default=40)
+    add_sizes(parser, 1_000, 40)
     parser.add_argument("--requests", type=int, default=30)
     parser.add_argument("--gap", type=float, default=0.35)
     parser.add_argument("--settle", type=float, default=2.0, help="seconds before and after the long prompts")
-    parser.add_argument("--vocab-high", type=int, default=90_000)
     args, flags = parser.parse_known_args(argv)
-    runs = []
     with tempfile.TemporaryDirectory() as folder:
         write_keys(keys := Path(folder) / "keys.toml")
-        served = [*SERVER, *flags, "--served-model-name", "served", "--api-keys-file", str(keys)]
-        server = Server(served, Path(folder) / "log")
-        try:
-            server.wait_ready(300)
-            for at_once in args.at_once:
-                each = argparse.Namespace(**{**vars(args), "at_once": at_once})
-                runs.append({"at_once": at_once} | uvloop.run(measure(server.url, "served", each)))
-        finally:
-            server.stop()
+        served = [*SERVER, *flags, "--served-model-name", MODEL, "--api-keys-file", str(keys)]
+        with serving(served, Path(folder) / "server.log") as url:
+            runs = [uvloop.run(measure(url, at_once, args)) for at_once in args.at_once]
     sizes = {name: getattr(args, name) for name in ("long", "input_len", "output_len", "requests", "gap")}
     write(args.name, {**sizes, "server_flags": flags, "runs": runs})
 

@@ -14,7 +14,6 @@ the last steps before each. Of replicas (`--dp`) `occupied` is that of the least
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -32,11 +31,12 @@ import uvloop
 
 from app.compose import load_executors
 from app.settings import parse
+from bench.flags import add_name, add_sizes, command, sized
 from bench.load.main import main as load
 from bench.load.prompts import Source
 from bench.load.workloads import Workload
 from bench.results import write
-from bench.table import SERVER, Server
+from bench.servers import SERVER, serving
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import Config
@@ -95,21 +95,15 @@ class Watch:
 def through_http(flags: list[str], work: Workload) -> dict[str, float]:
     """Figures of `work` over HTTP."""
     with tempfile.TemporaryDirectory() as folder:
-        log, output = Path(folder) / "log", Path(folder) / "output.json"
-        server = Server([*SERVER, *flags], log)
-        try:
-            server.wait_ready(300)
-            watch = Watch(server.url)
+        output = Path(folder) / "output.json"
+        with serving([*SERVER, *flags], Path(folder) / "server.log") as url:
+            watch = Watch(url)
             sizes = ("input_len", "output_len", "concurrency", "requests", "vocab_low", "vocab_high")
             load_flags = [
                 part for name in sizes for part in ("--" + name.replace("_", "-"), str(getattr(work, name)))
             ]
-            status = load(
-                ["--url", server.url, "--workload", work.name, *load_flags, "--output", str(output)]
-            )
+            status = load(["--url", url, "--workload", work.name, *load_flags, "--output", str(output)])
             watch.stop()
-        finally:
-            server.stop()
         if status:
             raise SystemExit(status)
         (result,) = json.loads(output.read_text())
@@ -199,26 +193,15 @@ async def alone(executors: Sequence[Executor], config: Config, work: Workload) -
 
 def main() -> None:
     """Measure and write bench/results/NAME.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--name", default="gate", help="of the file under bench/results")
+    parser = command(__doc__)
+    add_name(parser, "gate")
     parser.add_argument("--clients", type=int, default=1_000, help="of each replica")
     parser.add_argument("--requests", type=int, default=4_000, help="of each replica")
-    parser.add_argument("--input-len", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--vocab-high", type=int, default=90_000)
+    add_sizes(parser, 64, 256)
     args, flags = parser.parse_known_args()
     config = parse([*SERVER, *flags])
-    work = Workload(
-        name="gate",
-        input_len=args.input_len,
-        output_len=args.output_len,
-        concurrency=args.clients * config.parallel.dp,
-        requests=args.requests * config.parallel.dp,
-        vocab_low=min(1_000, args.vocab_high // 2),
-        vocab_high=args.vocab_high,
-    )
+    dp = config.parallel.dp
+    work = sized("gate", args, concurrency=args.clients * dp, requests=args.requests * dp)
     found: dict[str, Any] = dict(through_http(flags, work))
     executors = load_executors(config, lambda stage, share: None)
     found["alone_out_tok_s"] = round(uvloop.run(alone(executors, config, work)), 1)

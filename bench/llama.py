@@ -15,7 +15,6 @@ xllamacpp. llama.cpp keeps its KV cache in float16, Loom in float32.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -33,7 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.offline import LLM
+from bench.flags import command
 from bench.results import write
+from bench.servers import post
 
 PORTS = {"loom": 8771, "llama.cpp": 8772}
 TOKENS = 8192
@@ -86,21 +87,15 @@ class Server(NamedTuple):
     def answer(self, prompt: Sequence[int], tokens: int) -> None:
         """Let the server generate `tokens` tokens behind a prompt."""
         fields = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(fields | {"cache_prompt": False}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=900) as reply:
-            made = json.load(reply)["usage"]["completion_tokens"]
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        reply = json.loads(post(url, fields | {"cache_prompt": False}, 900))
+        made = reply["usage"]["completion_tokens"]
         assert made == tokens, f"{made} of {tokens} tokens"
 
 
 def main() -> None:
     """Measure and write results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--name", required=True, help="of the file in bench/results")
@@ -150,7 +145,7 @@ def measure(model: Path, python: str, threads: int, rounds: int, most: int) -> d
     peer = [python, "-c", _PEER, str(model), str(PORTS["llama.cpp"]), str(threads), str(TOKENS)]
     with ExitStack() as stack:
         servers = {
-            name: stack.enter_context(started(command, PORTS[name], threads))
+            name: stack.enter_context(started(command, PORTS[name], {"OMP_NUM_THREADS": str(threads)}))
             for name, command in (("loom", loom), ("llama.cpp", [*peer, str(max(STREAMS))]))
         }
         rates: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in servers}
@@ -180,10 +175,10 @@ def measure(model: Path, python: str, threads: int, rounds: int, most: int) -> d
 
 
 @contextmanager
-def started(command: Sequence[str], port: int, threads: int) -> Iterator[Server]:
-    """A server that answers."""
+def started(command: Sequence[str], port: int, variables: Mapping[str, str]) -> Iterator[Server]:
+    """A server that answers, with environment variables of its own."""
     begun = time.monotonic()
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    process = subprocess.Popen(command, env={**os.environ, **variables})
     try:
         while True:
             assert process.poll() is None, "the server did not start"
@@ -195,7 +190,7 @@ def started(command: Sequence[str], port: int, threads: int) -> Iterator[Server]
                 time.sleep(0.2)
         yield Server(process.pid, port, time.monotonic() - begun)
     finally:
-        process.kill()
+        process.terminate()
         process.wait()
 
 

@@ -25,12 +25,10 @@ favour=bench.neighbours:favour` for the intruder "processor". Bias: the client s
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import tempfile
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -41,12 +39,14 @@ import msgspec
 import numpy as np
 import uvloop
 
+from bench.flags import add_name, add_sizes, command, sized
+from bench.load import server
 from bench.load.client import Client, Target
-from bench.load.prompts import PreparedRequest, Source
+from bench.load.prompts import Source, changed
 from bench.load.records import Record
 from bench.load.workloads import ROWS, Workload
 from bench.results import write
-from bench.table import SERVER, Server
+from bench.servers import SERVER, post, serving
 
 SLOWER_SHARE, P99_MORE_MS = 0.03, 3.0
 
@@ -257,15 +257,9 @@ class Neighbours:
             body |= intruder.option
         count = 1 if option else intruder.instead
         began = time.perf_counter()
-        await asyncio.gather(*(asyncio.to_thread(self._post, path, body) for _ in range(count)))
+        url = f"{self._url}/v1/{path}"
+        await asyncio.gather(*(asyncio.to_thread(post, url, body, 120) for _ in range(count)))
         return Record(index=0, times=[began, time.perf_counter()])
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        """Post to a path below /v1, and read the answer. Raises `HTTPError`."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self._url}/v1/{path}", msgspec.json.encode(body), headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            answer.read()
 
     def close(self) -> None:
         """Close the connections."""
@@ -273,12 +267,9 @@ class Neighbours:
             client.close()
 
     async def _send(self, endpoint: str, index: int, extra: Mapping[str, Any] = _NOTHING) -> Record:
-        request = self._sources[endpoint].request(index)
+        request = changed(self._sources[endpoint].request(index), extra)
         if extra:
-            body = msgspec.json.decode(request.body) | extra
-            request = PreparedRequest(
-                request.index, request.turn, msgspec.json.encode(body), None, request.prompt
-            )
+            request = msgspec.structs.replace(request, out=None)  # an option may end the answer early
         record, _ = await self._clients[endpoint].send(request)
         return record
 
@@ -287,9 +278,7 @@ async def measure(
     url: str, names: Sequence[str], rounds: int, work: Workload, long: Workload, short: Workload
 ) -> dict[str, Any]:
     """The figures of every intruder of `names`, of all callers of long prompts, and of short prompts."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
-        model = msgspec.json.decode(answer.read())["data"][0]["id"]
-    neighbours = Neighbours(url, model, work, long, short)
+    neighbours = Neighbours(url, server.first_model(Target.of(url)), work, long, short)
     gc.disable()  # a garbage collection of the client would show as a gap
     try:
         return {
@@ -361,30 +350,22 @@ async def _short_prompts(neighbours: Neighbours, rounds: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write bench/results/NAME.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--url", help="of a running server; default: start one with the remaining flags")
-    parser.add_argument("--name", default="neighbours", help="of the file under bench/results")
+    add_name(parser, "neighbours")
     parser.add_argument("--intruders", default=",".join(INTRUDERS), help="separated by commas")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--input-len", type=int, default=256)
-    parser.add_argument("--output-len", type=int, default=512)
+    add_sizes(parser, 256, 512)
     parser.add_argument("--long", type=int, default=12_000, help="prompt tokens of a caller")
     parser.add_argument(
         "--short", type=int, default=1_000, help="prompt tokens of a short prompt beside these"
     )
-    parser.add_argument("--vocab-high", type=int, default=90_000)
     args, flags = parser.parse_known_args(argv)
     names = args.intruders.split(",")
     if unknown := set(names) - INTRUDERS.keys():
         parser.error(f"--intruders: {', '.join(sorted(unknown))} unknown, choose from {', '.join(INTRUDERS)}")
-    work = Workload(
-        name="neighbours", requests=args.streams, concurrency=args.streams, input_len=args.input_len,
-        output_len=args.output_len, vocab_low=min(1_000, args.vocab_high // 2), vocab_high=args.vocab_high,
-    )  # fmt: skip
-
+    work = sized("neighbours", args, requests=args.streams, concurrency=args.streams)
     long, short = (
         msgspec.structs.replace(work, name="callers", input_len=length, output_len=1)
         for length in (args.long, args.short)
@@ -398,12 +379,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             processor = ("--logit-processor", "favour=bench.neighbours:favour")
-            server = Server([*SERVER, *processor, *flags], Path(folder) / "log")
-            try:
-                server.wait_ready(300)
-                results = found(server.url)
-            finally:
-                server.stop()
+            with serving([*SERVER, *processor, *flags], Path(folder) / "server.log") as url:
+                results = found(url)
     sizes = {
         name: vars(args)[name] for name in ("streams", "rounds", "output_len", "input_len", "long", "short")
     }

@@ -21,7 +21,6 @@ not predicted; every output has its full length.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import statistics
 import sys
@@ -30,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.flags import command
 from bench.load.workloads import SCENARIOS, Workload
 from core.cache.manager import CacheManager
 from core.config import ScheduleConfig
@@ -240,9 +240,7 @@ def figures(model: str, work: Workload, config: ScheduleConfig) -> dict[str, tup
 
 def main() -> int:
     """Print the predictions; they are not written to results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--scenario", nargs="+", default=["c32", "c256", "prefill", "short512"])
     parser.add_argument("--step-tokens", type=int, default=WHOLE)
     parser.add_argument("--itl-target", type=float, nargs="+", default=[0.0, 50.0])

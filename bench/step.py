@@ -34,6 +34,7 @@ import uvloop
 from app.compose import load_executors
 from app.settings import parse
 from bench.experts import ExpertWatch
+from bench.flags import add_name, command
 from bench.lag import Lag
 from bench.results import save
 from bench.trace import KernelTrace
@@ -317,10 +318,8 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure and write bench/results/NAME.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--name", default="step", help="of the file under bench/results")
+    parser = command(__doc__)
+    add_name(parser, "step")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument(
         "--context", type=int, default=1024, help="tokens of a prompt, fewer if the pool is too small"

@@ -11,109 +11,21 @@ Bias: client and server share the host's cores; the peers' figures were taken th
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import json
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.flags import command
 from bench.load.main import main as load
 from bench.results import RESULTS, conditions
-
-SERVER = ("--device", "cuda", "--load-format", "dummy", "--context-length", "16384", "--max-running", "512")
-"""Flags as the peers were started: random weights, context length 16,384, at most 512 running requests."""
-
-
-def free_port() -> int:
-    """A port that is not in use."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-
-
-def _end_with_parent() -> None:
-    """End this process, which holds a GPU, with its parent: killed by `timeout`, a bench runs no
-    `finally`."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
-
-
-def start(module: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """`python -m module` as a process that writes to `log`. It is killed when the calling thread ends: call
-    it in the main one."""
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
-        )
-
-
-class Server:
-    """`python -m app` as a process, or another `module` that takes its flags."""
-
-    def __init__(self, flags: list[str], log: Path, module: str = "app") -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self._begun = time.perf_counter()
-        self._log = log
-        self._process = start(module, ["--port", str(port), *flags], log)
-
-    def wait_ready(self, timeout: float) -> float:
-        """Seconds from start until `/health` is ok. Raises `RuntimeError` if the server ends before."""
-        while time.perf_counter() - self._begun < timeout:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self._process.returncode}: see {self._log}")
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return self.age()
-            except (urllib.error.URLError, OSError):
-                pass  # not listening yet, or starting
-            time.sleep(0.05)
-        raise RuntimeError(f"not ready after {timeout:.0f} s: see {self._log}")
-
-    def first_token(self) -> float:
-        """Seconds from start to the first token of a request."""
-        body = json.dumps({"prompt": [1000] * 8, "max_tokens": 1}).encode()
-        request = urllib.request.Request(
-            self.url + "/v1/completions", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            answer.read()
-        return self.age()
-
-    def age(self) -> float:
-        """Seconds since the process was started."""
-        return time.perf_counter() - self._begun
-
-    def stop(self) -> None:
-        """Terminate the server, kill it after 30 s."""
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+from bench.servers import SERVER, Server
 
 
 def main() -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--model", required=True, help="directory with a config.json")
     parser.add_argument("--name", required=True, help="of the file under bench/results")
     parser.add_argument("--note", default="", help="what changed, and its predicted effect")

@@ -8,7 +8,6 @@ of two interleaved trees does not. Each round runs both, in the reverse order of
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -16,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.flags import command
 from bench.results import write
 
 ROOT = Path(__file__).parents[2]
@@ -36,9 +36,7 @@ if __name__ == "__main__":
 
 def main() -> None:
     """Measure and write bench/results/http_ab.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--base", required=True, help="commit to compare with")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

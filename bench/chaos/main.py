@@ -23,6 +23,7 @@ from bench.chaos.bench import Bench, InjectionFailed
 from bench.chaos.row import Outcome, Row
 from bench.chaos.rows import TABLE
 from bench.chaos.server import Server
+from bench.flags import command
 from bench.results import RESULTS, conditions
 
 ENDED = "the row ended:"
@@ -43,11 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.chaos",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command(__doc__, "python -m bench.chaos")
     parser.add_argument(
         "--only", type=_rows, default=TABLE, metavar="ROW[,ROW]", help="rows to run; default: all"
     )

@@ -26,6 +26,23 @@ POLL_INTERVAL = 0.1
 """Seconds between two polls."""
 
 
+class Polls:
+    """Polls until nothing changes any more."""
+
+    def __init__(self) -> None:
+        self._before: object = None
+        self._stalled = 0
+
+    async def again(self, progress: object) -> bool:
+        """Wait for the next poll; False when `progress` has been the same for `STALLED_POLLS` polls."""
+        self._stalled = self._stalled + 1 if progress == self._before else 0
+        if self._stalled == STALLED_POLLS:
+            return False
+        self._before = progress
+        await asyncio.sleep(POLL_INTERVAL)
+        return True
+
+
 class Server:
     """A `bench.chaos.child`, in which servers start and end one after another."""
 
@@ -176,14 +193,10 @@ class Server:
 
     async def wait_idle(self) -> bool:
         """Wait until nothing runs or waits; False when requests are left but there is no progress."""
-        before, stalled = None, 0
+        polls = Polls()
         while True:
             now = await self.call("progress")
             if not now["running"] and not now["waiting"]:
                 return True
-            progress = now["steps"], now["output"], now["finished"]
-            stalled = stalled + 1 if progress == before else 0
-            if stalled == STALLED_POLLS:
+            if not await polls.again((now["steps"], now["output"], now["finished"])):
                 return False
-            before = progress
-            await asyncio.sleep(POLL_INTERVAL)

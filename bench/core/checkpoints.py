@@ -14,7 +14,6 @@ Written to bench/results/checkpoints.json. Bias: requests that run at once hold 
 
 from __future__ import annotations
 
-import argparse
 import heapq
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from bench.core.eviction import Traffic, chats, recorded
+from bench.flags import command
 from bench.load.report import align
 from bench.results import write
 from core.cache.manager import CacheManager
@@ -118,9 +118,7 @@ def found_by(traffic: Traffic, tokens: int, checkpoints: int | None) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write bench/results/checkpoints.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="with hash ids of prompts")
     parser.add_argument("--checkpoints", type=int, nargs="+", default=[128, 512, 2048])
     args = parser.parse_args(argv)

@@ -16,7 +16,6 @@ prefixes; answers of a trace are not known and so are not cached.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import sys
 from collections import defaultdict, deque
@@ -26,6 +25,7 @@ from typing import Final, NamedTuple, get_args
 
 import numpy as np
 
+from bench.flags import command
 from bench.load.report import align
 from bench.load.traces import PAGE, load
 from bench.results import write
@@ -156,9 +156,7 @@ def measured(traffic: Traffic, tokens: int) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write bench/results/eviction.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="with hash ids of prompts")
     parser.add_argument("--tokens", type=int, nargs="+", default=[65_536, 131_072], help="of the pool")
     args = parser.parse_args(argv)

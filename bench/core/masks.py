@@ -26,15 +26,17 @@ import torch
 
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
+from bench.flags import command
 from bench.results import write
-from bench.structured import ENDS, WIDTH, add_sources, cases
+from bench.structured.masks import feed
+from bench.structured.schemas import ENDS, WIDTH, add_sources, cases
 from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec
 from core.plan import NewSlot, StepPlan
 from core.request import SamplingParams
 from gpu.grammar import Compiler
 from gpu.grammar.matchers import Matchers
-from gpu.grammar.stepper import Matcher
+from gpu.grammar.stepper import Grammar, Matcher
 from gpu.sample.rows import RowTokens
 from gpu.state.tables import SlotTables
 
@@ -53,20 +55,11 @@ async def texts(compiler: Compiler, tokenizer: Tokenizer, data: Path, count: int
             grammar = await compiler.compile(GrammarSpec("json_schema", json.dumps(case.schema)))
         except RequestError:
             continue
-        ids = [*tokenizer.encode(written, add_special=False).tolist(), ENDS[0]]
-        if len(ids) >= 30 and _accepts(grammar, ids):
-            found.append((grammar, ids))
+        ids = tokenizer.encode(written, add_special=False).tolist()
+        assert isinstance(grammar, Grammar)
+        if len(ids) >= 29 and feed(grammar, ids, []) is None:
+            found.append((grammar, [*ids, ENDS[0]]))
     return found
-
-
-def _accepts(grammar: Any, ids: list[int]) -> bool:
-    stepper, state, *_ = grammar.matcher()
-    bits = np.zeros((1, stepper.words), np.int32)
-    for token in ids:
-        stepper.fill([state], [0], bits)
-        if not int(bits[0, token >> 5]) >> (token & 31) & 1 or stepper.accept([state], [token])[0]:
-            return False
-    return True
 
 
 class NullStepper:
@@ -168,7 +161,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write bench/results/masks.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command(__doc__)
     add_sources(parser)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)

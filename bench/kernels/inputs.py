@@ -177,6 +177,11 @@ def rope(tokens: int, rotary: int, dtype: torch.dtype, device: torch.device) -> 
     return both[0].to(dtype).unsqueeze(1), both[1].to(dtype).unsqueeze(1)
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor for kernels that are compiled only: of it their types, sizes and alignment matter."""
+    return torch.empty(shape, dtype=dtype)
+
+
 def scalar(value: int, device: torch.device) -> Tensor:
     """An int32 tensor [1] on `device`."""
     return torch.tensor([value], dtype=torch.int32, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -32,6 +33,14 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     """Expected output tokens; None when the answer may end early."""
     prompt: int | None
     """Expected prompt tokens; None for text, whose count only the server knows."""
+
+
+def changed(request: PreparedRequest, extra: Mapping[str, Any]) -> PreparedRequest:
+    """The request with `extra` fields in its body."""
+    if not extra:
+        return request
+    body = msgspec.json.encode(msgspec.json.decode(request.body) | extra)
+    return msgspec.structs.replace(request, body=body)
 
 
 History = list[dict[str, str]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -93,15 +92,6 @@ ALL = (
     Case("8b", "c32", CHURN),
     *(Case("30b", load, kind) for load in ("c32", "c128") for kind in ("8mixed", "one", "base")),
 )
-
-
-def chosen(patterns: str) -> list[Case]:
-    """Cases whose names match one of the patterns, which are separated by commas. ValueError for a pattern
-    without a case."""
-    for pattern in patterns.split(","):
-        if not any(fnmatchcase(case.name, pattern) for case in ALL):
-            raise ValueError(f"no case is named {pattern}")
-    return [case for case in ALL if any(fnmatchcase(case.name, each) for each in patterns.split(","))]
 
 
 def picks(case: Case, first: int, count: int) -> list[int]:

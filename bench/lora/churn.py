@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-import urllib.request
 from pathlib import Path
 
 import msgspec
 
 from bench.load.client import Client, Target
-from bench.load.prompts import PreparedRequest, Source
+from bench.load.prompts import PreparedRequest, Source, changed
 from bench.load.records import Record
 from bench.load.workloads import Workload
 from bench.neighbours import Figures, figures
-from bench.spec.wave import changed
+from bench.servers import post
 
 PERIOD = 1.0
 """Seconds from one short request to the next."""
@@ -31,11 +30,7 @@ PASSING = "passing"
 def call(url: str, path: str, **body: str) -> float:
     """POST `body` as JSON. Returns the seconds it took. Raises `OSError` for an error's status."""
     began = time.perf_counter()
-    request = urllib.request.Request(
-        url + path, msgspec.json.encode(body), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        answer.read()
+    post(url + path, body, 120)
     return time.perf_counter() - began
 
 

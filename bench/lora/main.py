@@ -38,20 +38,21 @@ from typing import Any
 import msgspec
 import uvloop
 
+from bench.flags import add_cases, add_sizes, chosen, command, lowest
 from bench.load import server
 from bench.load.client import Target
-from bench.load.prompts import Source
+from bench.load.prompts import Source, changed
 from bench.load.report import align
 from bench.load.server import base_name
 from bench.load.workloads import Workload
 from bench.lora import churn
 from bench.lora.adapters import make_adapters
-from bench.lora.cases import ALL, CHURN, LOADS, SETUPS, ZIPF, Case, chosen, picks
+from bench.lora.cases import ALL, CHURN, LOADS, SETUPS, ZIPF, Case, picks
 from bench.neighbours import Figures
-from bench.results import RESULTS, conditions, replace
+from bench.results import conditions, replace
 from bench.servers import Clock, serving
 from bench.spec import wave
-from bench.spec.wave import Wave, changed
+from bench.spec.wave import Wave
 
 PLAIN = "plain"
 """The kind of waves at the server without adapters."""
@@ -145,7 +146,7 @@ class Bench:
             output_len=args.output_len or long,
             concurrency=clients,
             requests=work.requests * clients // work.concurrency,
-            vocab_low=min(1_000, args.vocab_high // 2),
+            vocab_low=lowest(args.vocab_high),
             vocab_high=args.vocab_high,
         )
 
@@ -259,7 +260,9 @@ def run(cases: Sequence[Case], args: argparse.Namespace, flags: Sequence[str], f
                         bench.measure(urls)
                         urls.clear()
                         both.close()
-                    urls[side] = both.enter_context(serving(f"{setup}-{side}", own[side], folder, clock))
+                    urls[side] = both.enter_context(
+                        serving(own[side], folder / f"{setup}-{side}.log", max(clock.left(), 1))
+                    )
                 bench.load(urls["lora"])
                 bench.measure(urls)
         except (RuntimeError, OSError) as error:
@@ -270,22 +273,14 @@ def run(cases: Sequence[Case], args: argparse.Namespace, flags: Sequence[str], f
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parse = argparse.ArgumentParser(
-        "python -m bench.lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parse.add_argument("--cases", default="c*,zipf*,churn*", help="names or patterns, separated by commas")
-    parse.add_argument("--list", action="store_true", help="print the names of all cases")
-    parse.add_argument("--out", type=Path, default=RESULTS / "h200-lora.json", help="results are added to it")
+    parse = command(__doc__, "python -m bench.lora")
+    add_cases(parse, "c*,zipf*,churn*", "h200-lora.json", seconds=(540, 240))
+    add_sizes(parse, 0, 0)
     parse.add_argument("--tmp", type=Path, help="directory for adapters; none: the system's")
-    parse.add_argument("--seconds", type=float, default=540, help="for all, starts of servers included")
-    parse.add_argument("--case-seconds", type=float, default=240, help="for one load")
     parse.add_argument("--rounds", type=int, default=3, help="waves of each kind")
     parse.add_argument("--rank", type=int, default=16)
     parse.add_argument("--places", type=int, default=8, help="--max-loras-per-batch")
-    parse.add_argument("--clients", type=int, default=0, help="0: as the load says, and so below")
-    parse.add_argument("--input-len", type=int, default=0)
-    parse.add_argument("--output-len", type=int, default=0)
-    parse.add_argument("--vocab-high", type=int, default=90_000, help="highest token id of random prompts")
+    parse.add_argument("--clients", type=int, default=0, help="0, as of the lengths: as the load says")
     return parse
 
 
@@ -297,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(case.name for case in ALL))
         return
     try:
-        cases = chosen(args.cases)
+        cases = chosen(ALL, args.cases)
     except ValueError as error:
         parse.error(str(error))
     if args.tmp is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -71,18 +70,6 @@ def every() -> Iterator[Case]:
     for setup in (HEAD, NGRAM):
         for data in DATA:
             yield from (Case(setup, clients, data=data) for clients in (1, 32, 8, 64))
-
-
-def chosen(patterns: str) -> list[Case]:
-    """Cases whose names match one of the patterns, which are separated by commas. ValueError for a pattern
-    without a case."""
-    cases, found = list(every()), dict[str, Case]()
-    for pattern in patterns.split(","):
-        matching = [case for case in cases if fnmatchcase(case.name, pattern)]
-        if not matching:
-            raise ValueError(f"no case is named {pattern}")
-        found |= {case.name: case for case in matching}
-    return [case for case in cases if case.name in found]
 
 
 def by_setup(cases: Iterable[Case]) -> dict[str, list[Case]]:

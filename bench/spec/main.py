@@ -33,12 +33,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from bench.flags import add_cases, add_sizes, chosen, command
 from bench.load.report import align
 from bench.load.server import base_name
-from bench.results import RESULTS, conditions, replace
+from bench.results import conditions, replace
 from bench.servers import Clock, serving
 from bench.spec import wave
-from bench.spec.cases import HEAD, NGRAM, SETUPS, Case, by_setup, chosen, every
+from bench.spec.cases import HEAD, NGRAM, SETUPS, Case, by_setup, every
 from bench.spec.wave import Sizes, Wave
 
 SIDES = ("base", "spec")
@@ -240,23 +241,15 @@ def side_of(
 ) -> AbstractContextManager[str]:
     """The server of one side."""
     module = "bench.spec.server" if side == "spec" and setup in SETUPS else "app"
-    return serving(f"{setup}-{side}", flags[side], folder, clock, module)
+    return serving(flags[side], folder / f"{setup}-{side}.log", max(clock.left(), 1), module)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parse = argparse.ArgumentParser(
-        "python -m bench.spec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parse.add_argument("--cases", default="8b-accept*", help="names or patterns, separated by commas")
-    parse.add_argument("--list", action="store_true", help="print the names of all cases")
-    parse.add_argument("--out", type=Path, default=RESULTS / "h200-spec.json", help="results are added to it")
-    parse.add_argument("--seconds", type=float, default=500, help="for all, starts of servers included")
-    parse.add_argument("--case-seconds", type=float, default=120, help="for one case")
+    parse = command(__doc__, "python -m bench.spec")
+    add_cases(parse, "8b-accept*", "h200-spec.json", seconds=(500, 120))
+    add_sizes(parse, 128, 1024)
     parse.add_argument("--rounds", type=int, default=2, help="pairs of waves of a case")
-    parse.add_argument("--input-len", type=int, default=128)
-    parse.add_argument("--output-len", type=int, default=1024)
-    parse.add_argument("--vocab-high", type=int, default=90_000, help="highest token id of random prompts")
     parse.add_argument("--apart", action="store_true", help="never two servers at once")
     parse.add_argument("--url-base", help="of a running server without speculation")
     parse.add_argument("--url-spec", help="of the same with it")
@@ -277,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if bool(args.url_base) != bool(args.url_spec):
         parse.error("--url-base and --url-spec go together")
     try:
-        cases = chosen(args.cases)
+        cases = chosen(every(), args.cases)
         with tempfile.TemporaryDirectory() as folder:
             results = run(cases, args, flags, Path(folder))
     except ValueError as error:

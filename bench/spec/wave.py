@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import uvloop
 
+from bench.flags import lowest
 from bench.load import server
 from bench.load.client import Client, Target
-from bench.load.prompts import PreparedRequest, Source
+from bench.load.prompts import PreparedRequest, Source, changed
 from bench.load.records import Record
 from bench.load.report import span
 from bench.load.workloads import Workload
@@ -72,7 +73,7 @@ class Wave(NamedTuple):
 
 def workload(case: Case, sizes: Sizes, data: Path | None) -> Workload:
     """Requests of `case`. ValueError where it needs --data."""
-    low = min(1_000, sizes.vocab_high // 2)
+    low = lowest(sizes.vocab_high)
     requests = max(DATA_ROUNDS * case.clients, DATA_REQUESTS) if case.data else case.clients
     common = Workload(
         name=case.name, requests=requests, concurrency=case.clients,
@@ -102,14 +103,6 @@ def run(url: str, case: Case, work: Workload, turn: int, seconds: float) -> Wave
     before = drafts(url)
     records = uvloop.run(send(target, work, requests, seconds))
     return figures(records, drafts(url).since(before))
-
-
-def changed(request: PreparedRequest, extra: Mapping[str, Any]) -> PreparedRequest:
-    """A request with `extra` fields."""
-    if not extra:
-        return request
-    body = msgspec.json.encode(msgspec.json.decode(request.body) | extra)
-    return msgspec.structs.replace(request, body=body)
 
 
 async def send(

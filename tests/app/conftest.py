@@ -53,6 +53,14 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(None, VOCAB, [2])
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory of adapters, `a` to `h`, whose files nobody reads."""
+    for name in "abcdefgh":
+        (tmp_path / "roots" / name).mkdir(parents=True)
+    return tmp_path / "roots"
+
+
 @pytest.fixture(params=[(depth, drafts) for depth in (0, 1, 2) for drafts in (0, 3)])
 async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIterator[Bench]:
     """An engine at every depth, with rows of one token and of several."""
@@ -62,14 +70,6 @@ async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIt
     bench.scheduler.check_integrity()
     assert bench.submitter.idle
     bench.engine.close()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """The directory of adapters `a` to `h`."""
-    for name in "abcdefgh":
-        (tmp_path / "roots" / name).mkdir(parents=True)
-    return tmp_path / "roots"
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from app.engine.adapters import Adapters
 from app.engine.job import Job, Piece
 from app.http.delivery import Collector, running
 from app.text.tokenizer import Tokenizer
-from core.adapters import LINEAR, AdapterInfo, AdapterLimits, adapter_limits, adapters_at_start
+from core.adapters import LINEAR, AdapterLimits, adapter_limits, adapters_at_start
 from core.config import LoraConfig
 from core.errors import ConfigError, EngineFailed, NotFound, RequestError
 from core.plan import StepFailure
 from core.types import FinishReason, RootKey
 from tests.rigs.executor import oracle
-from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
+from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench, key, load
 from tests.rigs.wait import settle
 
 LIMITS = AdapterLimits(places=2, max_rank=8, host=3)
@@ -27,14 +27,6 @@ LIMITS = AdapterLimits(places=2, max_rank=8, host=3)
 @pytest.fixture
 async def bench(tokenizer: Tokenizer, root: Path) -> Bench:
     return Bench(tokenizer, eager=False, adapters=LIMITS, roots=(root,))
-
-
-async def load(bench: Bench, root: Path, name: str, pinned: bool = False) -> AdapterInfo:
-    return await bench.adapters.load(name, str(root / name), pinned)
-
-
-def key(info: AdapterInfo) -> RootKey:
-    return RootKey(adapter=info.id)
 
 
 # -- life --------------------------------------------------------------------------------------------

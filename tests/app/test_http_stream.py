@@ -45,6 +45,20 @@ async def first_run(server: Server) -> FakeRun:
     return server.engine.runs[-1]
 
 
+async def begun(server: Server, path: str, body: dict[str, Any]) -> tuple[asyncio.Task[list[str]], FakeRun]:
+    """The events of a stream to come, and its run, which waits to be told what to answer."""
+    server.engine.manual = True
+    task = asyncio.create_task(server.events(path, {**body, "stream": True}))
+    return task, await first_run(server)
+
+
+async def send(server: Server, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A new connection on which `request` was sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(request)
+    return reader, writer
+
+
 async def test_chat_stream_byte_for_byte(server: Server) -> None:
     body = {
         "messages": HI,
@@ -55,8 +69,7 @@ async def test_chat_stream_byte_for_byte(server: Server) -> None:
         "max_completion_tokens": 5,
     }
     server.engine.manual = True
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(post(CHAT, body))
+    reader, writer = await send(server, post(CHAT, body))
     run = await first_run(server)
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     assert head.startswith("http/1.1 200 ok\r\n")
@@ -114,8 +127,7 @@ async def test_the_head_comes_before_a_late_first_event(
     monkeypatch.setattr(burst, "HEAD_SECONDS", 0.01)
     server.engine.manual = True
     for number in range(3):  # the timer ends and begins again
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(post(COMPLETIONS, {"prompt": "x", "stream": True}))
+        reader, writer = await send(server, post(COMPLETIONS, {"prompt": "x", "stream": True}))
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
         server.engine.runs[number].push(0, Piece("x", [1], None, STOP))
         assert (await reader.readuntil(b"[DONE]")).count(b"HTTP/1.1") == 0, "once"
@@ -127,14 +139,12 @@ async def test_no_head_is_sent_to_a_client_that_is_gone(
 ) -> None:
     monkeypatch.setattr(burst, "HEAD_SECONDS", 0.05)
     server.engine.manual = True
-    _, gone = await asyncio.open_connection("127.0.0.1", server.port)
-    gone.write(post(COMPLETIONS, {"prompt": "x", "stream": True}))
+    _, gone = await send(server, post(COMPLETIONS, {"prompt": "x", "stream": True}))
     run = await first_run(server)
     await settle()
     gone.transport.abort()
     await until(lambda: run.aborted)
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(post(COMPLETIONS, {"prompt": "x", "stream": True}))
+    reader, writer = await send(server, post(COMPLETIONS, {"prompt": "x", "stream": True}))
     await reader.readuntil(b"\r\n\r\n")  # its own came later
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     writer.close()
@@ -157,9 +167,7 @@ async def test_a_client_that_closes_before_its_answer_begins_is_no_error(
 
 
 async def test_first_token_without_text_still_tells_the_role(server: Server) -> None:
-    server.engine.manual = True
-    events = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
-    run = await first_run(server)
+    events, run = await begun(server, CHAT, {"messages": HI})
     run.push(0, Piece("", [1]))
     await asyncio.sleep(0)
     run.push(0, Piece("x", [2], None, STOP))
@@ -220,10 +228,8 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer(server: Server, n
 
 
 async def test_prompt_logprobs_are_awaited_by_a_choice_that_begins_early(server: Server) -> None:
-    server.engine.manual = True
-    body = {"prompt": "ab", "max_tokens": 1, "logprobs": 0, "echo": True, "n": 2, "stream": True}
-    task = asyncio.create_task(server.events(COMPLETIONS, body))
-    run = await first_run(server)
+    body = {"prompt": "ab", "max_tokens": 1, "logprobs": 0, "echo": True, "n": 2}
+    task, run = await begun(server, COMPLETIONS, body)
     for index in (1, 0):
         await asyncio.sleep(0.01)
         run.push(index, run.piece(0, 1))
@@ -308,9 +314,7 @@ async def test_prompt_ids_are_told_once_beside_the_choices(server: Server, n: in
 
 async def test_generate_streams_cumulative_text(server: Server) -> None:
     body = {"text": "abc", "stream": True, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
-    server.engine.manual = True
-    task = asyncio.create_task(server.events(GENERATE, {**body, "rid": "g"}))
-    run = await first_run(server)
+    task, run = await begun(server, GENERATE, {**body, "rid": "g"})
     for at in range(4):
         run.push(0, run.piece(at, 4))
         await asyncio.sleep(0.01)
@@ -336,8 +340,7 @@ async def test_generate_streams_cumulative_text(server: Server) -> None:
 
 
 async def test_http_1_0_ends_with_the_connection(server: Server) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(post(CHAT, {"messages": HI, "stream": True}, "1.0"))
+    reader, writer = await send(server, post(CHAT, {"messages": HI, "stream": True}, "1.0"))
     head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert b"chunked" not in head
     assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
@@ -357,9 +360,7 @@ async def test_requests_sent_ahead_are_answered_in_order(server: Server) -> None
 
 
 async def test_text_before_a_failure_is_told(server: Server) -> None:
-    server.engine.manual = True
-    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
-    run = await first_run(server)
+    task, run = await begun(server, CHAT, {"messages": HI})
     run.push(0, Piece("so far", [1], None, Finish(FinishReason.ERROR, message="lost")))
     text, error, done = await task
     assert json.loads(text)["choices"][0]["delta"]["content"] == "so far"
@@ -530,9 +531,7 @@ async def test_failure_of_the_engine(server: Server, failure: Finish, status: in
 
 
 async def test_one_failed_choice_ends_the_others(server: Server) -> None:
-    server.engine.manual = True
-    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True, "n": 3}))
-    run = await first_run(server)
+    task, run = await begun(server, CHAT, {"messages": HI, "n": 3})
     run.push(1, Piece("", [], None, Finish(FinishReason.ERROR, message="not a number")))
     events = await task
     assert "not a number" in events[-2] and events[-1] == "[DONE]"
@@ -548,9 +547,7 @@ async def test_an_error_behind_the_last_events_follows_them(
         raise ValueError("secret")
 
     monkeypatch.setattr(Chunks, "rest", unmade)
-    server.engine.manual = True
-    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
-    run = await first_run(server)
+    task, run = await begun(server, CHAT, {"messages": HI})
     run.push(0, Piece("x" * length, [1], None, STOP))
     text, finish, part, error, done = await task
     assert json.loads(text)["choices"][0]["delta"]["content"] == "x" * length
@@ -568,9 +565,7 @@ async def test_an_event_that_cannot_be_made_ends_its_own_stream(
     def unmade(*_: object) -> bytes:
         raise ValueError("secret")
 
-    server.engine.manual = True
-    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
-    run = await first_run(server)
+    task, run = await begun(server, CHAT, {"messages": HI})
     run.push(0, Piece("a", [1]))
     await asyncio.sleep(0)
     monkeypatch.setattr(Chunks, part, unmade)
@@ -581,9 +576,7 @@ async def test_an_event_that_cannot_be_made_ends_its_own_stream(
 
 
 async def test_abort_by_the_client_is_a_finish_reason(server: Server) -> None:
-    server.engine.manual = True
-    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True, "rid": "mine"}))
-    run = await first_run(server)
+    task, run = await begun(server, CHAT, {"messages": HI, "rid": "mine"})
     run.push(0, Piece("a", [1]))
     assert await server.post("/abort_request", {"rid": "mine"}) == (200, {"success": True, "aborted": 1})
     *_, finish, done = await task
@@ -660,8 +653,7 @@ async def test_an_unforeseen_error_tells_nothing_of_the_inside(server: Server) -
 @pytest.mark.parametrize("tokens", [0, 2])
 async def test_a_client_that_goes_away_frees_its_request(server: Server, stream: bool, tokens: int) -> None:
     server.engine.manual = True
-    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(post(CHAT, {"messages": HI, "stream": stream, "n": 2}))
+    _, writer = await send(server, post(CHAT, {"messages": HI, "stream": stream, "n": 2}))
     run = await first_run(server)
     for at in range(tokens):
         run.push(0, Piece("x", [at]))
@@ -672,8 +664,7 @@ async def test_a_client_that_goes_away_frees_its_request(server: Server, stream:
 
 async def test_a_client_that_goes_away_while_its_request_is_starting(server: Server) -> None:
     server.engine.gate = asyncio.Event()
-    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(post(COMPLETIONS, {"prompt": ["a", "b"]}))
+    _, writer = await send(server, post(COMPLETIONS, {"prompt": ["a", "b"]}))
     await server.engine.started.wait()
     loop_tasks = {task for task in asyncio.all_tasks() if "RequestHandler" in repr(task.get_coro())}
     writer.close()

@@ -14,7 +14,7 @@ from core.errors import RequestError
 from core.request import Request, SamplingParams
 from core.types import FinishReason, RootKey
 from tests.rigs.executor import oracle
-from tests.rigs.step_loop import PROMPT, VOCAB, Bench
+from tests.rigs.step_loop import PROMPT, VOCAB, Bench, key, load
 from tests.rigs.wait import settle
 
 LIMITS = AdapterLimits(places=2, max_rank=8, host=3)
@@ -23,14 +23,6 @@ LIMITS = AdapterLimits(places=2, max_rank=8, host=3)
 @pytest.fixture(params=[2, 3])
 async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer, root: Path) -> Bench:
     return Bench(tokenizer, eager=False, replicas=request.param, adapters=LIMITS, roots=(root,))
-
-
-async def load(bench: Bench, root: Path, name: str, pinned: bool = False) -> AdapterInfo:
-    return await bench.adapters.load(name, str(root / name), pinned)
-
-
-def key(info: AdapterInfo) -> RootKey:
-    return RootKey(adapter=info.id)
 
 
 async def test_every_replica_runs_an_adapter_that_is_loaded_once(bench: Bench, root: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import table
+from bench import servers
 from tests.rigs.forked import Forked
 
 
@@ -19,5 +19,5 @@ def forked() -> Iterator[None]:
         return Forked(module, *arguments, stdout=log, stderr=log)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table, "start", start)
+        patch.setattr(servers, "start", start)
         yield

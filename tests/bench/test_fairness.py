@@ -21,3 +21,10 @@ def test_it_runs_alone_and_beside_long_prompts(tmp_path: Path, monkeypatch: pyte
     assert run["long_prompts"] > 0
     assert run["times"] == pytest.approx(run["beside_ms"] / (sum(run["alone_ms"]) / 2), rel=0.05)
     assert run["holds"] == (run["times"] <= fairness.LIMIT)
+
+
+def test_a_server_that_does_not_start_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is gone with the folder of the run."""
+    monkeypatch.setattr(fairness, "SERVER", [])
+    with pytest.raises(RuntimeError, match="there is no 'nowhere/at/all'"):
+        fairness.main(["--model", "nowhere/at/all"])

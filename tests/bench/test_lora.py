@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from bench.chaos.tiny import CONFIG, dummy_model
+from bench.flags import chosen
 from bench.lora import cases, churn, main
 from bench.lora.adapters import make_adapters
-from bench.lora.cases import ALL, LOADS, Case, Setup, chosen, picks
+from bench.lora.cases import ALL, LOADS, Case, Setup, picks
 from bench.neighbours import Figures
 from bench.spec.wave import NO_DRAFTS, Wave
 from core.adapters import LINEAR, AdapterLimits
@@ -32,11 +33,11 @@ def test_cases() -> None:
     names = [case.name for case in ALL]
     assert len(set(names)) == len(names)
     assert {"c32-8mixed", "c128-one", "c32-base", "zipf-c128", "churn-c32", "30b-c32-8mixed"} <= set(names)
-    assert [case.name for case in chosen("zipf*,30b-*-base")] == [
+    assert [case.name for case in chosen(ALL, "zipf*,30b-*-base")] == [
         "zipf-c32", "zipf-c128", "zipf-q512", "zipf-q1024", "30b-c32-base", "30b-c128-base",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no case"):
-        chosen("c32-*,7b-*")
+        chosen(ALL, "c32-*,7b-*")
     # The table that servers are compared by.
     sizes = [(each.work.input_len, each.work.output_len, each.rows) for each in LOADS.values()]
     assert sizes == [(1024, 256, 32), (512, 128, 128), (512, 128, 128), (512, 128, 128)]
@@ -95,7 +96,7 @@ def test_a_run(
     main.main([*run, "--out", str(out), *sizes, *server])
     older, *found = json.loads(out.read_text())
     assert older["name"] == "older"
-    assert [each["name"] for each in found] == [case.name for case in chosen(wanted)]
+    assert [each["name"] for each in found] == [case.name for case in chosen(ALL, wanted)]
     for each in found:
         assert each["out_tok_s"] > 0 and each["base_out_tok_s"] > 0
         assert each["ratio"] == pytest.approx(sum(each["ratios"]) / 2, abs=1e-3)

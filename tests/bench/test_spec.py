@@ -12,11 +12,12 @@ import pytest
 
 from bench import servers
 from bench.chaos.tiny import CONFIG, dummy_model, flags
+from bench.flags import chosen
+from bench.servers import Server
 from bench.spec import cases, main, wave
-from bench.spec.cases import Case, Setup, chosen, every
+from bench.spec.cases import Case, Setup, every
 from bench.spec.simulate import FOREVER, seed_for
 from bench.spec.wave import Drafts, Wave
-from bench.table import Server
 
 OUTPUT = 96
 
@@ -41,14 +42,14 @@ def test_lengths_that_a_seed_cannot_say_are_refused() -> None:
 def test_cases() -> None:
     names = [case.name for case in every()]
     assert len(set(names)) == len(names)
-    assert [case.name for case in chosen("8b-accept1-c4,8b-accept3-c32*")] == [
+    assert [case.name for case in chosen(every(), "8b-accept1-c4,8b-accept3-c32*")] == [
         "8b-accept3-c32",
         "8b-accept1-c4",
         "8b-accept3-c32-t1",
     ]
     assert {"8b-accept3to1-c32", "30b-accept1-c8", "head-specbench-c64", "ngram-mtbench-c1"} <= set(names)
     with pytest.raises(ValueError, match="no case"):
-        chosen("8b-*,7b-*")
+        chosen(every(), "8b-*,7b-*")
 
 
 def test_figures_of_a_case() -> None:

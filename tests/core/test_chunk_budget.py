@@ -36,6 +36,14 @@ def harness(target: float = 11.0, costs: ChunkCosts | None = COSTS, rows: int = 
     return Harness(pages=5_000, rows=rows, step_tokens=STEP, chunk_costs=costs, itl_target=target, **more)
 
 
+def paying(weight: float, seconds: float = 1e-3, token_seconds: float = 1e-3, **more: Any) -> Harness:
+    """Prompts pay by the seconds that steps take: `seconds` each, and `token_seconds` for each token of a
+    prompt. No cost was measured."""
+    h = harness(0.0, None, prefill_weight=weight, **more)
+    h.executor.seconds, h.executor.token_seconds = seconds, token_seconds
+    return h
+
+
 def decoding(h: Harness, rows: int = 1, max_tokens: int = 200) -> None:
     """Let `rows` rows decode, their prompts behind them."""
     for row in range(rows):
@@ -143,9 +151,7 @@ def test_one_prompt_beside_one_row_hardly_pauses() -> None:
 
 @pytest.mark.parametrize("weight", [0.5, 4.0])
 def test_prompts_take_their_share_by_the_seconds_that_steps_took(weight: float) -> None:
-    """The device takes 1 ms for a step, and 0.1 ms for each token of a prompt. No cost was measured."""
-    h = harness(target=0.0, costs=None, prefill_weight=weight)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
+    h = paying(weight, 1e-3, 1e-4)
     decoding(h, rows=4, max_tokens=2_500)
     h.request(range(1, 2_001), 1)
     found = plans(h)
@@ -158,8 +164,7 @@ def test_prompts_take_their_share_by_the_seconds_that_steps_took(weight: float) 
 
 @pytest.mark.parametrize(("weight", "seconds"), [(0.0, 1e-3), (0.5, 0.0)], ids=["no weight", "no clock"])
 def test_without_a_weight_or_seconds_prompts_never_pause(weight: float, seconds: float) -> None:
-    h = harness(target=0.0, costs=None, prefill_weight=weight)
-    h.executor.seconds, h.executor.token_seconds = seconds, 0.1 * seconds
+    h = paying(weight, seconds, 0.1 * seconds)
     decoding(h, rows=4)
     h.request(range(1, 4_001), 1)
     assert all(plan.chunks for plan in plans(h))
@@ -168,8 +173,7 @@ def test_without_a_weight_or_seconds_prompts_never_pause(weight: float, seconds:
 @pytest.mark.parametrize(("weight", "most"), [(0.5, 52), (2.5, 52), (16.0, STEP // 2)])
 def test_prompts_with_a_small_share_take_short_steps(weight: float, most: int) -> None:
     """A prompt token takes 1 ms: 50 of them are as long as a step may be. Known from the first step on."""
-    h = harness(target=0.0, costs=None, prefill_weight=weight)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    h = paying(weight)
     decoding(h, rows=4, max_tokens=4_000)
     h.request(range(1, 601), 4)
     before = len(h.executor.plans)
@@ -182,8 +186,7 @@ def test_prompts_with_a_small_share_take_short_steps(weight: float, most: int) -
 def beside_a_long_prompt(short: int, turns: int, at_once: int = 1) -> tuple[Harness, Request, list[int]]:
     """Four rows and a prompt of 2,000 tokens of 1 ms; after its first chunk prompts of `short` tokens come,
     the next when one has its token. Returns the turns that each of them waited."""
-    h = harness(target=0.0, costs=None, prefill_weight=1.0)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    h = paying(1.0)
     decoding(h, rows=4, max_tokens=4_000)
     long = h.request(range(1, 2_001), 1)
     h.turn()
@@ -211,8 +214,7 @@ def test_short_prompts_do_not_wait_for_what_a_long_one_left() -> None:
     """The long prompt has its token and no prompt is under way. Short ones wait in front of the next long
     one, or behind it."""
     for behind in (False, True):
-        h = harness(target=0.0, costs=None, prefill_weight=1.0)
-        h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+        h = paying(1.0)
         decoding(h, rows=4, max_tokens=4_000)
         long = h.request(range(1, 101), 1)
         answered(h, long)
@@ -229,8 +231,7 @@ def test_short_prompts_do_not_wait_for_what_a_long_one_left() -> None:
 def test_a_long_prompt_that_waits_keeps_a_slot_from_short_ones() -> None:
     """The long prompt waits until another prompt's debt is paid. Meanwhile later short requests, which decode
     3,000 tokens, must not take the last slot."""
-    h = harness(target=0.0, costs=None, rows=6, prefill_weight=1.0)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    h = paying(1.0, rows=6)
     decoding(h, rows=4, max_tokens=4_000)
     first = h.request(range(1, 101), 1)
     answered(h, first)
@@ -243,8 +244,7 @@ def test_a_long_prompt_that_waits_keeps_a_slot_from_short_ones() -> None:
 @pytest.mark.parametrize(("tokens", "at_once"), [(300, False), (6, True)])
 def test_nothing_is_preempted_for_a_prompt_that_pauses(tokens: int, at_once: bool) -> None:
     """The debt of a long prompt is paid first, by all rows; a short prompt does not wait for that."""
-    h = harness(0.0, None, rows=5, prefill_weight=1.0, order="priority", preemption_gap=5)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    h = paying(1.0, rows=5, order="priority", preemption_gap=5)
     decoding(h, rows=4, max_tokens=4_000)
     answered(h, h.request(range(1, 101), 4_000))
     h.turn()
@@ -261,8 +261,7 @@ def test_nothing_is_preempted_for_a_prompt_that_pauses(tokens: int, at_once: boo
 
 def test_a_row_alone_is_preempted_for_a_prompt_that_pauses() -> None:
     """No row is left that it could slow."""
-    h = harness(0.0, None, rows=1, prefill_weight=0.01, order="priority", preemption_gap=5)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    h = paying(0.01, rows=1, order="priority", preemption_gap=5)
     h.request(range(1, 101), 400)
     for _ in range(6):
         h.turn()
@@ -274,8 +273,7 @@ def test_a_row_alone_is_preempted_for_a_prompt_that_pauses() -> None:
 
 def test_the_end_of_a_long_prompt_pauses_too() -> None:
     """The last tokens of a long prompt would fit the account of short prompts."""
-    h = harness(target=0.0, costs=None, prefill_weight=1.0)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-3
+    h = paying(1.0)
     decoding(h, rows=4, max_tokens=4_000)
     before = len(h.executor.plans)
     long = h.request(range(1, 91), 1)
@@ -299,8 +297,7 @@ def test_short_prompts_have_half_of_what_a_long_one_pays_back() -> None:
 
 def test_prompts_go_on_where_no_row_decoded_alone_before() -> None:
     """The seconds of a step without chunks are not known then, nor what it would pay in."""
-    h = harness(target=0.0, costs=None, prefill_weight=0.5)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
+    h = paying(0.5, 1e-3, 1e-4)
     requests = [h.request([first] * 300, 40) for first in range(1, 9)]
     h.run()
     for request in requests:
@@ -309,8 +306,7 @@ def test_prompts_go_on_where_no_row_decoded_alone_before() -> None:
 
 def test_a_caller_that_sends_one_prompt_after_the_other_pays_for_each() -> None:
     """Between two prompts of the caller no prompt waits, but the debt of the previous one is still paid."""
-    h = harness(target=0.0, costs=None, prefill_weight=4.0)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
+    h = paying(4.0, 1e-3, 1e-4)
     decoding(h, rows=4, max_tokens=3_000)
     prompts, before = 5, len(h.executor.plans)
     for number in range(prompts):
@@ -323,8 +319,7 @@ def test_a_caller_that_sends_one_prompt_after_the_other_pays_for_each() -> None:
 
 def test_an_accident_does_not_stop_prompts_for_long() -> None:
     """One step that took a minute counts as four times the average."""
-    h = harness(target=0.0, costs=None, prefill_weight=4.0)
-    h.executor.seconds, h.executor.token_seconds = 1e-3, 1e-4
+    h = paying(4.0, 1e-3, 1e-4)
     decoding(h, rows=4, max_tokens=3_000)
     first = h.request(range(1, 1_001), 1)
     answered(h, first)
@@ -339,8 +334,7 @@ def test_an_accident_does_not_stop_prompts_for_long() -> None:
 
 def test_a_slow_first_step_is_no_debt_of_prompts() -> None:
     """The first step compiles something. The steps behind it do not take back what it paid in."""
-    h = harness(target=0.0, costs=None, prefill_weight=4.0)
-    h.executor.seconds, h.executor.token_seconds = 2.0, 1e-4
+    h = paying(4.0, 2.0, 1e-4)
     h.request([1] * 4, 3_000)
     h.turn()
     h.turn()
@@ -356,8 +350,7 @@ def test_a_slow_first_step_is_no_debt_of_prompts() -> None:
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 5.0])
 def test_a_slow_first_prompt_is_no_debt_of_those_behind_it(depth: int, seconds: float) -> None:
     """The first prompt warms up, alone. Prompts beside the first rows come before any step without chunks."""
-    h = harness(target=0.0, costs=None, prefill_weight=40.0, depth=depth)
-    h.executor.seconds, h.executor.token_seconds = seconds, 1e-5
+    h = paying(40.0, seconds, 1e-5, depth=depth)
     h.request([9], 1)
     h.run()
     h.executor.seconds = 1e-2
@@ -389,8 +382,7 @@ def test_a_lone_prompt_does_not_wait_for_steps_that_took_longer() -> None:
 
 def test_prompts_pay_though_no_step_was_without_them() -> None:
     """The seconds of rows alone are not known then: a step without chunks is made."""
-    h = harness(target=0.0, costs=None, prefill_weight=1.0)
-    h.executor.seconds, h.executor.token_seconds = 1e-2, 1e-4
+    h = paying(1.0, 1e-2, 1e-4)
     for row in range(4):
         h.request([row + 1] * 4, 2_000)
     for number in range(4):
@@ -404,8 +396,7 @@ def test_prompts_pay_though_no_step_was_without_them() -> None:
 def test_prompt_tokens_that_took_no_time_for_long_are_not_limited() -> None:
     """Many rows become few: steps with chunks take less than rows alone did, and the average decays to
     nothing; it has divided by zero."""
-    h = harness(target=0.0, costs=None, prefill_weight=1.0)
-    h.executor.seconds, h.executor.token_seconds = 1e-2, 1e-9
+    h = paying(1.0, 1e-2, 1e-9)
     decoding(h, rows=3, max_tokens=10_000)
     h.scheduler._prefills.budget._prompt_seconds = 2e-323
     h.request(range(1, 601), 4)
@@ -414,12 +405,12 @@ def test_prompt_tokens_that_took_no_time_for_long_are_not_limited() -> None:
     assert any(plan.chunks for plan in h.executor.plans[-20:])
 
 
-def budget(costs: ChunkCosts = COSTS) -> ChunkBudget:
+def budget(costs: ChunkCosts | None = COSTS, **settings: float) -> ChunkBudget:
     sizes = Capabilities(
         num_pages=2, page_size=1, max_rows=64, context_length=9, vocab_size=9, max_step_tokens=STEP,
         chunk_costs=costs,
     )  # fmt: skip
-    return ChunkBudget(ScheduleConfig(itl_target=11.0), sizes)
+    return ChunkBudget(ScheduleConfig(**settings or {"itl_target": 11.0}), sizes)
 
 
 def planned(rows: int, tokens: int) -> PlanBuilder:
@@ -455,10 +446,7 @@ def test_what_costs_leave_out_is_learned_from_steps() -> None:
 @pytest.mark.parametrize("drafts", [0, 48])
 def test_rows_with_drafts_are_no_more_rows(drafts: int) -> None:
     """Prompts would get a fifth of the share beside rows of four drafts each."""
-    limits = Capabilities(
-        num_pages=2, page_size=1, max_rows=64, context_length=9, vocab_size=9, max_step_tokens=STEP
-    )  # fmt: skip
-    found = ChunkBudget(ScheduleConfig(prefill_weight=4.0), limits)
+    found = budget(None, prefill_weight=4.0)
     found.spend(planned(12, 0))
     found.learn(1e-3)
     mixed = planned(12, 100)
@@ -477,10 +465,7 @@ def test_rows_with_drafts_are_no_more_rows(drafts: int) -> None:
 
 def test_prompts_that_took_no_time_are_not_limited() -> None:
     """A step of a few prompt tokens may be quicker than steps without any are on average."""
-    limits = Capabilities(
-        num_pages=2, page_size=1, max_rows=64, context_length=9, vocab_size=9, max_step_tokens=STEP
-    )  # fmt: skip
-    found = ChunkBudget(ScheduleConfig(prefill_weight=0.1), limits)
+    found = budget(None, prefill_weight=0.1)
     for tokens, seconds in ((0, 2e-3), (1, 1e-3), (1, 1e-3)):
         found.spend(planned(12, tokens))
         found.learn(seconds)

@@ -12,14 +12,9 @@ import pytest
 
 from app.commands.models import FORMATS
 from app.parsers.registry import REASONING, TOOLS
-from bench.chaos.tiny import ROOT, dummy_model, flags
+from bench.chaos.tiny import ROOT, flags
 from core.models.registry import FAMILIES, served
 from tests.rigs.wait import PATIENCE
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dummy_model(tmp_path_factory.mktemp("dummy"))
 
 
 def run(*words: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

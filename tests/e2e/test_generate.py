@@ -13,14 +13,9 @@ from typing import Any
 
 import pytest
 
-from bench.chaos.tiny import ROOT, dummy_model, flags
+from bench.chaos.tiny import ROOT, flags
 from tests.rigs.process import Ended, begin, run_to_end, take_ctrl_c
 from tests.rigs.wait import PATIENCE
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dummy_model(tmp_path_factory.mktemp("dummy"))
 
 
 def generate(model: Path, source: Path, output: Path, *more: str) -> tuple[Ended, dict[str, Any]]:

@@ -7,7 +7,6 @@ import io
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -23,17 +22,6 @@ BACKENDS = ("torch", "prefill=torch,decode=cpu")
 
 WHOLE = {**LONG, "max_tokens": 600}
 """A request that runs to its end, which takes 2 ms a token. It must still run when the server drains."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dummy_model(tmp_path_factory.mktemp("dummy"))
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as opened:
-        yield opened
 
 
 async def statistic(session: aiohttp.ClientSession, server: Process, name: str) -> float:

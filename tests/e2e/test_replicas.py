@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
-from bench.chaos.tiny import dummy_model, flags
+from bench.chaos.tiny import flags
 from tests.rigs.metrics import samples
 from tests.rigs.process import Process, read_events, run_to_end, serving
 from tests.rigs.sockets import LOCALHOST, listening
@@ -22,17 +20,6 @@ WHOLE = {**LONG, "max_tokens": 600}
 """A request that runs to its end, which takes 2 ms a token. It must still run when the server drains."""
 PROMPTS = [f"{number} sheep " * (number + 1) for number in range(8)]
 DP = ("--dp", "2", "--load-balance-method", "round_robin", "--control-routes")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dummy_model(tmp_path_factory.mktemp("dummy"))
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as opened:
-        yield opened
 
 
 async def complete(session: aiohttp.ClientSession, server: Process, **headers: str) -> list[str]:

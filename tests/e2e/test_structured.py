@@ -18,7 +18,7 @@ import pytest
 
 from app.compose import Live, load
 from app.engine.job import Job, Piece
-from bench.chaos.tiny import dummy_model, flags
+from bench.chaos.tiny import flags
 from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig
 from core.grammar import GrammarKind, GrammarSpec
 from core.request import SamplingParams
@@ -45,11 +45,6 @@ SOURCES: list[tuple[GrammarKind, Any]] = [
     ("ebnf", 'root ::= "(" root ")" | "x"{1,3}'),
     ("structural_tag", json.dumps(TAG)),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dummy_model(tmp_path_factory.mktemp("dummy"))
 
 
 # -- inside one process ----------------------------------------------------------------------------

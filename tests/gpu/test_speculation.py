@@ -82,26 +82,12 @@ async def test_a_heads_trees_change_no_text(
         ("eagle-sglang", 3, 1),
         ("eagle3", 3, 2),
         ("eagle3.1", 1, 0),
-    ],
-)
-async def test_a_heads_guesses_change_no_text(
-    under_heads: Engines, tmp_path: Path, name: str, depth: int, overlap: int
-) -> None:
-    plain = await under_heads.plain(jobs(FEW))
-    engine = under_heads.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
-    for answer in await engine.answers(jobs(FEW)):
-        same(answer, plain[answer.run.id])
-
-
-@pytest.mark.parametrize(
-    ("name", "depth", "overlap"),
-    [
         ("dflash", 3, 0),
         ("dflash-bias", 2, 1),
         ("dflash-speculators", 3, 2),
     ],
 )
-async def test_a_blocks_guesses_change_no_text(
+async def test_the_guesses_of_heads_and_blocks_change_no_text(
     under_heads: Engines, tmp_path: Path, name: str, depth: int, overlap: int
 ) -> None:
     plain = await under_heads.plain(jobs(FEW))

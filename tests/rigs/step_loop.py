@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from app.engine.loop import Engine
 from app.engine.replicas import Replicas
 from app.engine.submit import LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
+from core.adapters import AdapterInfo
 from core.cache.events import CacheEvents
 from core.cache.manager import CacheManager
 from core.clock import monotonic
@@ -19,7 +21,7 @@ from core.config import LoadBalance, ScheduleConfig
 from core.executor import Capabilities
 from core.request import SamplingParams
 from core.schedule.scheduler import Scheduler
-from core.types import FinishReason
+from core.types import FinishReason, RootKey
 from tests.rigs.executor import FakeExecutor
 from tests.rigs.wait import settle
 
@@ -102,3 +104,13 @@ class Bench:
     def reason(self, id: str) -> FinishReason | None:
         finish = self.pieces[id][-1].finish
         return finish.reason if finish else None
+
+
+async def load(bench: Bench, root: Path, name: str, pinned: bool = False) -> AdapterInfo:
+    """Load the adapter `name` of the directory `root`."""
+    return await bench.adapters.load(name, str(root / name), pinned)
+
+
+def key(info: AdapterInfo) -> RootKey:
+    """The root of the cached prefixes of an adapter's requests."""
+    return RootKey(adapter=info.id)

@@ -12,7 +12,7 @@ from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, Answer, ask, post
 from bench.chaos.faults import STAGES
 from bench.chaos.row import Outcome
-from bench.chaos.server import POLL_INTERVAL, STALLED_POLLS
+from bench.chaos.server import POLL_INTERVAL, Polls
 
 BODY: dict[str, Any] = {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
 FORM = (
@@ -134,18 +134,14 @@ def _end(answer: Answer, expected: list[int]) -> str:
 
 async def _ended(bench: Bench, tasks: list[asyncio.Task[Any]]) -> bool:
     """Wait for all `tasks`; False once there is no progress."""
-    before, stalled = None, 0
+    polls = Polls()
     while not all(task.done() for task in tasks):
         try:
             now = await bench.server.call("progress")
         except RuntimeError:  # the server has ended
             now = {}
-        progress = now.get("steps"), now.get("output"), sum(task.done() for task in tasks)
-        stalled = stalled + 1 if progress == before else 0
-        if stalled == STALLED_POLLS:
+        if not await polls.again((now.get("steps"), now.get("output"), sum(task.done() for task in tasks))):
             return False
-        before = progress
-        await asyncio.sleep(POLL_INTERVAL)
     return True
 
 
