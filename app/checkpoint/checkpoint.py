@@ -178,7 +178,7 @@ def _checkpoint(
         bos_id=next(iter(Fields(facts).ids("bos_token_id")), None),
         tokenizer=_tokenizer(directory, config, progress),
         chat_template=_chat_template(config),
-        sampling=_sampling(directory, facts, config),
+        sampling=_sampling(directory, config),
     )
 
 
@@ -244,7 +244,12 @@ def _check_weights(path: Path) -> None:
     """Raise `ModelError` unless all the safetensors files that should be there are there."""
     index = read_object(path / "model.safetensors.index.json")
     if index is not None:
-        names = set(map(str, (index.get("weight_map") or {}).values()))
+        if not isinstance(shards := index.get("weight_map"), dict):
+            raise ModelError(
+                f"{path}: model.safetensors.index.json has no weight_map from tensors to files. "
+                "Download it again."
+            )
+        names = set(map(str, shards.values()))
         if missing := sorted(name for name in names if not (path / name).is_file()):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelError(
@@ -284,15 +289,17 @@ def _chat_template(config: ModelConfig) -> str | None:
         raise ConfigError(f"cannot read --chat-template {config.chat_template}: {error}.") from error
 
 
-def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> SamplingParams:
+def _sampling(path: Path, config: ModelConfig) -> SamplingParams:
     """Defaults of sampling parameters. Raises `ModelError` for a value that no request could have."""
     if config.generation_config == "none":
         return SamplingParams()
     requested = read_object(path / "generation_config.json") or {}
     given = {name: requested[name] for name in _SAMPLING if requested.get(name) is not None}
+    if given.get("top_k") == -1:  # the whole vocabulary, as vLLM spells it
+        given["top_k"] = 0
     try:
         params = msgspec.convert(given, SamplingParams)
-        check(params, int(facts.get("vocab_size") or 0))
+        check(params, vocab_size=0)  # no field among them names a token
     except (msgspec.ValidationError, RequestError) as error:
         raise ModelError(
             f"{path / 'generation_config.json'}: {error} Fix it, or start with --generation-config none."
@@ -305,5 +312,7 @@ def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> Samp
 
 def _eos_ids(path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]:
     name = "generation_config.json"
-    generation = read_object(path / name) or {}
-    return Fields(generation, name).ids("eos_token_id") or Fields(facts).ids("eos_token_id")
+    generation, config = Fields(read_object(path / name) or {}, name), Fields(facts)
+    text = Fields(config.group("text_config"), "config.json: text_config")
+    found = (fields.ids("eos_token_id") for fields in (generation, config, text))
+    return next(filter(None, found), ())

@@ -202,10 +202,15 @@ class Submitter:
             prompt = await encoded(job, self._tokenizer, self._limits.context_length)
         else:
             prompt = job.prompt
-            if prompt.min(initial=0) < 0 or prompt.max(initial=0) >= self._limits.vocab_size:
-                raise RequestError(
-                    f"Token ids must be between 0 and {self._limits.vocab_size - 1}.", job.prompt_param
-                )
+        if len(unknown := prompt[(prompt < 0) | (prompt >= self._limits.vocab_size)]):
+            # A text may have one too: some tokenizers have more tokens than the model.
+            token = int(unknown[0])
+            named = f" ({self._tokenizer.token_name(token)})" if isinstance(job.prompt, str) else ""
+            raise RequestError(
+                f"'{job.prompt_param}' has token id {token}{named}; this model has ids 0 to "
+                f"{self._limits.vocab_size - 1}.",
+                job.prompt_param,
+            )
         if job.truncate_prompt is not None:
             prompt = _shortened(prompt, job.truncate_prompt, job.truncate_end)
         if not len(prompt):
@@ -234,14 +239,15 @@ class Submitter:
 
     async def _sequences(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each text as the tokens that it is at the start of a text and after a blank, as vLLM reads it.
-        Other ways to spell the same are not excluded."""
+        Other ways to spell the same are not excluded, and tokens that only the tokenizer has come from no
+        model."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
                 ids = await self._tokenizer.encode_async(text, False, "bad_words")
                 await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
                 found[tuple(ids.tolist())] = None
-        return tuple(ids for ids in found if ids)
+        return tuple(ids for ids in found if ids and max(ids) < self._limits.vocab_size)
 
     async def _pinning(self, job: Job, prompt: Ints) -> Pinning | None:
         """The marks of `job.keep`, in tokens instead of characters."""

@@ -65,8 +65,10 @@ class Tokenizer:
         settings: Mapping[str, Any],
         eos_ids: Iterable[int] = (),
         bos_id: int | None = None,
+        vocab_size: int = 2**31,
     ) -> None:
-        """`settings` is tokenizer_config.json, `eos_ids` and `bos_id` are the checkpoint's."""
+        """`settings` is tokenizer_config.json, `eos_ids` and `bos_id` are the checkpoint's. End-of-sequence
+        ids that are not below `vocab_size`, the model's, are dropped."""
         self._core = core
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
         self._huge = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-huge")
@@ -81,7 +83,7 @@ class Tokenizer:
         self.bos_id = own if own is not None else bos_id
         eos = self._id_of("eos_token")
         turn_ends = special.intersection(map(core.token_to_id, _TURN_ENDS))
-        self.eos_ids = frozenset(eos_ids) | turn_ends | ({eos} if eos is not None else set())
+        self.eos_ids = _known({*eos_ids, *turn_ends, eos}, vocab_size)
         """Any of them ends a generation that does not ignore them."""
         # Older files leave BOS to the class that `tokenizer_config.json` names instead of writing
         # it into tokenizer.json (DeepSeek-V3 does).
@@ -100,13 +102,11 @@ class Tokenizer:
     ) -> Tokenizer:
         """Tokenizer of a directory with tokenizer.json; None gives one whose tokens are bytes.
 
-        `vocab_size` is the model's: an end-of-sequence id that it cannot produce is dropped.
-        Takes 0.2 to 0.6 s for 150,000 tokens and holds the GIL: call it before serving. Raises
-        `ModelError`.
+        `vocab_size` is the model's. Takes 0.2 to 0.6 s for 150,000 tokens and holds the GIL: call it before
+        serving. Raises `ModelError`.
         """
-        ids = [token for token in eos_ids if 0 <= token < vocab_size]
         if directory is None:
-            return cls(_byte_tokenizer(vocab_size), {}, ids, bos_id)
+            return cls(_byte_tokenizer(vocab_size), {}, eos_ids, bos_id, vocab_size)
         settings = _settings(directory)
         path = directory / "tokenizer.json"
         try:
@@ -119,7 +119,7 @@ class Tokenizer:
                 "Download it again or name another with --tokenizer."
             ) from error
         _add_missing(core, settings, path)
-        return cls(core, settings, ids, bos_id)
+        return cls(core, settings, eos_ids, bos_id, vocab_size)
 
     def close(self) -> None:
         """Stop the pool threads; texts being encoded are finished first, those that wait are dropped.
@@ -229,13 +229,19 @@ class Tokenizer:
         return self.decode([token], skip_special=False).encode()
 
     def token_table(self, width: int) -> TokenTable:
-        """The vocabulary for grammars; `width` is the model's. Takes 0.2 s and holds the GIL."""
+        """The vocabulary for grammars; `width` is the model's, and tokens behind it are left out. Takes 0.2 s
+        and holds the GIL."""
+        definition = self._core.to_str()
+        if self.vocab_size > width:
+            content = json.loads(definition)
+            content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < width]
+            definition = json.dumps(content)
         return TokenTable(
-            raw=self.vocabulary.raw,
-            control=frozenset(self._core.get_added_tokens_decoder()),
+            raw=self.vocabulary.raw[:width],
+            control=frozenset(token for token in self._core.get_added_tokens_decoder() if token < width),
             stops=self.eos_ids,
-            width=max(width, self.vocab_size),
-            definition=self._core.to_str(),
+            width=width,
+            definition=definition,
         )
 
     def token_id(self, text: str) -> int | None:
@@ -246,6 +252,11 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return self.token_id(text) if text else None
+
+
+def _known(ids: Iterable[int | None], vocab_size: int) -> frozenset[int]:
+    """The ids that a model of so many tokens has."""
+    return frozenset(token for token in ids if token is not None and 0 <= token < vocab_size)
 
 
 def _check_beginning(core: tokenizers.Tokenizer, text: str, param: str, most: int) -> None:

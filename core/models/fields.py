@@ -36,9 +36,11 @@ class Fields:
 
     def inside(self, name: str) -> Fields:
         """Return the fields of the object `name`, and the outer ones that the object lacks. The architecture
-        is always the outer one."""
+        is always the outer one, and so is whether the head is the embedding, if the outer config says it:
+        transformers ties by that alone."""
+        outer = {"architectures", *({"tie_word_embeddings"} if self.has("tie_word_embeddings") else ())}
         group = self.group(name).items()
-        own = {key: value for key, value in group if value is not None and key != "architectures"}
+        own = {key: value for key, value in group if value is not None and key not in outer}
         return Fields({**self._config, **own}, f"{self._where}: {name}")
 
     def wrong(self, name: str, want: str) -> ModelError:

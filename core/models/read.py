@@ -19,6 +19,8 @@ from core.models.rope import read_rope, read_ropes
 from core.models.spec import W8A8, ClampedGate, Int4, ModelSpec, MoeSpec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+_RENAMED_ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh", "gelu_python": "gelu", "swish": "silu"}
+"""Other names that transformers has for the same functions."""
 MOST_LAYERS = 10_000
 """A config that says more is broken, and sets of its layers would take all memory."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -74,9 +76,6 @@ def smollm3(fields: Fields) -> ModelSpec:
 def phi3(fields: Fields) -> ModelSpec:
     """Phi3ForCausalLM, of Phi-3 and Phi-4: a checkpoint fuses q, k and v, and gate and up."""
     spec = common(fields, Defaults(4096, norm_eps=1e-5))
-    half = int(spec.head_dim * spec.rope.partial) // 2
-    if any(len(each) not in (0, half) for each in (spec.rope.short_factors, spec.rope.long_factors)):
-        raise fields.wrong("rope_scaling", f"factors for half of the {2 * half} dimensions that are rotated")
     if not fields.has("sliding_window"):
         return spec
     return _slide(spec, fields.size("sliding_window"), frozenset(range(spec.layers)))
@@ -369,6 +368,7 @@ def refuse_quantised(fields: Fields, int4: bool = True, mxfp4: bool = False) -> 
 def activation_of(fields: Fields, name: str, default: str = "") -> str:
     """The MLP's activation, by its `name` in the config."""
     activation = fields.text(name, default)
+    activation = _RENAMED_ACTIVATIONS.get(activation, activation)
     if activation not in ACTIVATIONS:
         raise fields.wrong(name, "one of " + ", ".join(ACTIVATIONS))
     return activation

@@ -12,6 +12,7 @@ from core.errors import ModelError
 from core.models import deepseek, hybrid, pooled, read, unlisted
 from core.models.fields import Config, Fields, nearest
 from core.models.gguf import READ_FROM_GGUF
+from core.models.rope import check_rotated
 from core.models.spec import ModelSpec, PoolingSpec, Task
 
 
@@ -202,6 +203,8 @@ def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
     if family is not UNLISTED:
         read.refuse_quantised(fields, family.int4, family.mxfp4)
     spec = family.read(fields)
+    if spec.causal and family is not UNLISTED:
+        check_rotated(spec)
     if (int4 := spec.stored_int4) is not None:
         plain = _meant(int4.plain, family) if int4.format == "awq" else int4.plain
         int4 = msgspec.structs.replace(int4, plain=_by_our_names(plain, family))

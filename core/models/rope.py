@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from core.errors import ModelError
 from core.models.fields import Config, Fields
-from core.models.spec import RopeSpec
+from core.models.spec import ModelSpec, RopeSpec
 
 
 def read_rope(fields: Fields, max_position: int, theta: float = 10000.0) -> RopeSpec:
@@ -39,6 +40,23 @@ def read_ropes(fields: Fields, max_position: int, thetas: tuple[float, float]) -
         Fields(each.group("sliding_attention"), where),
     )
     return _read(fields, both[0], max_position, thetas[0]), _read(fields, both[1], max_position, thetas[1])
+
+
+def check_rotated(spec: ModelSpec) -> None:
+    """Raise `ModelError` unless an even number of a head's dimensions rotate, with a factor for each pair
+    where a rope lists factors."""
+    for rope in filter(None, (spec.rope, spec.window_rope)):
+        turned = int(spec.rope_dim * rope.partial)
+        if turned % 2 or not 2 <= turned <= spec.rope_dim:
+            raise ModelError(
+                f"config.json: head_dim {spec.rope_dim} and partial_rotary_factor {rope.partial:g} rotate "
+                f"{turned} dimensions of a head: it must be an even number from 2 to head_dim."
+            )
+        if any(len(each) not in (0, turned // 2) for each in (rope.short_factors, rope.long_factors)):
+            raise ModelError(
+                f"config.json: short_factor and long_factor of rope_scaling must have {turned // 2} numbers, "
+                f"half of the {turned} dimensions that are rotated."
+            )
 
 
 def _read(fields: Fields, rope: Fields, max_position: int, theta: float) -> RopeSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,9 @@ from gpu.weights.fill import Filler
 from gpu.weights.fp8 import SCALES, as_place_scale, dequantise, is_scale
 from gpu.weights.int4 import beside, is_beside, layer_of, read_packed
 from gpu.weights.stage import readers
+
+_SLAB = 2**22
+"""Numbers of two tables that are compared at once."""
 
 _RUN = 32
 """Tensors per task: a model of one file still spreads over the threads."""
@@ -99,7 +103,7 @@ def _reader(
                     elif int4 is None or not _read_int4(filler, shard, name, int4):
                         _read(filler, shard, name)
                 except SafetensorError as error:
-                    raise ModelError(f"{path}: cannot read {name}: {error}.") from error
+                    raise ModelError(f"{path}: cannot read {name}: {error}. Fetch it again.") from error
                 tick()
 
     return read
@@ -227,19 +231,44 @@ def open_file(path: Path) -> safe_open:
         ) from error
 
 
+class Located(NamedTuple):
+    """A tensor of a checkpoint: the file that has it, and its name."""
+
+    path: Path
+    name: str
+
+
+def find_table(files: Mapping[Path, list[str]], end: str) -> Located | None:
+    """The one tensor outside of layers whose name ends with `end`; None where there is none, or several."""
+    found = [
+        Located(path, name)
+        for path, names in files.items()
+        for name in names
+        if name.endswith(end) and ".layers." not in name
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def equal_tables(one: Located, other: Located) -> bool:
+    """Whether two tensors have the same numbers, read a slab of rows at a time. Raises `ModelError`."""
+    with open_file(one.path) as first, open_file(other.path) as second:
+        try:
+            left, right = first.get_slice(one.name), second.get_slice(other.name)
+        except SafetensorError as error:
+            raise ModelError(f"{one.path}, {other.path}: {error}: fetch them again.") from error
+        if not (shape := left.get_shape()) or shape != right.get_shape():
+            return False
+        step = max(_SLAB // max(math.prod(shape[1:]), 1), 1)
+        slabs = (slice(row, row + step) for row in range(0, shape[0], step))
+        return all(torch.equal(left[rows].float(), right[rows].float()) for rows in slabs)
+
+
 def table_in_files(directory: Path) -> FileRows | None:
     """The embedding of a Hugging Face directory, left in its file; None where it is quantised. Raises
     `ModelError`."""
-    files = names_by_file(directory)
-    found = [
-        (path, name)
-        for path, names in files.items()
-        for name in names
-        if name.endswith("embed_tokens.weight") and ".layers." not in name
-    ]
-    if len(found) != 1:
+    if (found := find_table(names_by_file(directory), "embed_tokens.weight")) is None:
         return None
-    (path, name) = found[0]
+    path, name = found
     with open_file(path) as checked:  # its header is not to be trusted before
         if name not in set(checked.keys()):
             raise ModelError(f"{path} lacks {name}, which the index says that it has: fetch it again.")
@@ -267,10 +296,13 @@ def names_by_file(directory: Path) -> dict[Path, list[str]]:
     if content is None:
         single = directory / "model.safetensors"
         if not single.is_file():
-            more = ": convert its pytorch_model.bin" if any(directory.glob("*.bin")) else ""
+            advice = "only safetensors and .gguf weights are read"
+            if any(directory.glob("*.safetensors")):
+                advice = "fetch the index, which names its *.safetensors"
+            elif any(directory.glob("*.bin")):
+                advice += ": convert its pytorch_model.bin"
             raise ModelError(
-                f"{directory} has no model.safetensors and no model.safetensors.index.json; "
-                f"only safetensors and .gguf weights are read{more}."
+                f"{directory} has no model.safetensors and no model.safetensors.index.json; {advice}."
             )
         with open_file(single) as file:
             return {single: list(file.keys())}

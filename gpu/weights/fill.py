@@ -24,6 +24,8 @@ from gpu.weights.stage import Copy
 _NOT_WEIGHTS = ("rotary_emb.inv_freq", "embeddings.position_ids")
 """Suffixes of tensors that old checkpoints carry and that are computed here."""
 
+_IF_TIED = " If the embedding is the head: --hf-overrides '{\"tie_word_embeddings\": true}'."
+
 _SHOWN = 6
 """Names listed of each kind of fault: enough to see the pattern, short enough for one line."""
 
@@ -127,7 +129,7 @@ class Filler:
         own, name = name, self._place_name(name)
         place = self._places.get(name)
         if place is None:
-            # A tied head may be stored as well; transformers ignores it, and so do we.
+            # A tied head may be stored as well: `load_model` warns where it is not the embedding.
             if own.startswith(self._unused):
                 self.skipped.append(own)
             elif name != "lm_head.weight" and not own.endswith(_NOT_WEIGHTS):
@@ -327,7 +329,8 @@ class Filler:
             _list("of the wrong shape", sorted(self._misshapen)),
         ]
         if any(faults):
-            raise ModelError(f"{source} does not match its config: {'; '.join(filter(None, faults))}.")
+            tied = _IF_TIED if missing == ["lm_head.weight"] else ""
+            raise ModelError(f"{source} does not match its config: {'; '.join(filter(None, faults))}.{tied}")
 
 
 def _list(kind: str, names: list[str]) -> str:

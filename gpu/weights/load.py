@@ -20,7 +20,14 @@ from gpu.quant.rows import FileRows
 from gpu.shard import ALONE, Shard
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
-from gpu.weights.files import Progress, fill_from_safetensors, names_by_file, table_in_files
+from gpu.weights.files import (
+    Progress,
+    equal_tables,
+    fill_from_safetensors,
+    find_table,
+    names_by_file,
+    table_in_files,
+)
 from gpu.weights.fill import Filler, Names
 from gpu.weights.gguf import fill_from_gguf, q4_layers_of_gguf, table_of_gguf
 from gpu.weights.stage import copier
@@ -54,7 +61,8 @@ def load_model(
             progress(1.0)
             return model
         stacked = spec.moe is not None and spec.moe.stacked
-        names = Names(renamed=family.renamed, fused=family.fused, stacked=stacked, by_expert=family.by_expert)
+        renamed = {**family.renamed, **_renamed_head(spec, source, shard)}
+        names = Names(renamed=renamed, fused=family.fused, stacked=stacked, by_expert=family.by_expert)
         further = further_layers(spec, source.suffix == ".gguf")
         filler = Filler(places, copier(device), family.base, family.unused + further, names, model.slices)
         if source.suffix == ".gguf":
@@ -79,6 +87,26 @@ def _table(spec: ModelSpec, source: Path | None) -> FileRows | None:
     if not spec.int8 or source is None:
         return None
     return table_of_gguf(source) if source.suffix == ".gguf" else table_in_files(source)
+
+
+def _renamed_head(spec: ModelSpec, source: Path, shard: Shard) -> dict[str, str]:
+    """What stands for the name of a tied head in a checkpoint that has the table under that name alone, as
+    safetensors' `save_model` writes it. The first rank warns of a head that is another table."""
+    if not spec.tied or source.suffix == ".gguf":
+        return {}
+    files = names_by_file(source)
+    table, head = find_table(files, "embed_tokens.weight"), find_table(files, "lm_head.weight")
+    if head is None:
+        return {}
+    if table is None:
+        return {"lm_head.": f"{TABLE}."}
+    if not shard.rank and not equal_tables(table, head):
+        log.warning(
+            "%s is not the embedding, and is not used, because of tie_word_embeddings in config.json; "
+            "transformers 5 uses it, and so does --hf-overrides '{\"tie_word_embeddings\": false}'",
+            head.name,
+        )
+    return {}
 
 
 class _Int4Layers(Container[str]):

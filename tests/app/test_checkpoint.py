@@ -73,6 +73,15 @@ def test_generation_config_names_the_ends(directory: Path) -> None:
     assert find(directory).eos_ids == (5, 6)
 
 
+def test_a_language_model_beside_a_vision_encoder_may_name_the_ends(directory: Path) -> None:
+    config = CONFIG | {"text_config": {"eos_token_id": [7, 8]}}
+    (directory / "config.json").write_text(json.dumps(config))
+    assert find(directory).eos_ids == (2,)
+    del config["eos_token_id"]
+    (directory / "config.json").write_text(json.dumps(config))
+    assert find(directory).eos_ids == (7, 8)
+
+
 def test_ends_that_are_no_token_ids_are_refused(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": ["</s>"]}))
     with pytest.raises(ModelError, match="eos_token_id"):
@@ -84,6 +93,8 @@ def test_sampling_defaults_are_those_of_the_generation_config(directory: Path) -
     (directory / "generation_config.json").write_text(json.dumps(told))
     assert find(directory).sampling == SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
     assert find(directory, generation_config="none").sampling == SamplingParams()
+    (directory / "generation_config.json").write_text('{"top_k": -1}')
+    assert find(directory).sampling == SamplingParams(top_k=0)
     for wrong in ({"temperature": "hot"}, {"temperature": -1}, {"top_p": 2}, {"top_k": 1.5}):
         (directory / "generation_config.json").write_text(json.dumps(wrong))
         with pytest.raises(ModelError, match=rf"generation_config\.json: .*{next(iter(wrong))}.*none"):
@@ -222,6 +233,10 @@ def shards(directory: Path) -> None:
     (directory / "model-1.safetensors").write_bytes(b"")
 
 
+def no_index(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+
+
 def remove(name: str, directory: Path) -> None:
     (directory / name).unlink()
 
@@ -245,6 +260,7 @@ def beside_gguf(directory: Path) -> None:
         (lambda d: (d / "config.json").write_text("{"), r"config\.json cannot be read"),
         (lambda d: (d / "config.json").write_text("[]"), "JSON object"),
         (shards, r"lacks model-2\.safetensors"),
+        (no_index, r"model\.safetensors\.index\.json has no weight_map"),
         (pickles, "pickles"),
         (beside_gguf, r"--model .*a\.gguf"),
     ],

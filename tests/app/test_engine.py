@@ -12,11 +12,14 @@ from app.engine.backlog import SLICE, SLICE_TOKENS
 from app.engine.job import Job, TextOptions
 from app.engine.loop import BACKLOG
 from app.engine.stream_interval import MOST, StreamInterval
+from app.engine.submit import Submitter
 from app.text.tokenizer import Tokenizer
+from core.clock import monotonic
 from core.errors import ContextExceeded, Overloaded, RequestError, Unavailable
 from core.plan import StepPlan
 from core.request import Request, SamplingParams
 from core.types import FinishReason
+from tests.rigs import vocabularies
 from tests.rigs.executor import oracle
 from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
 from tests.rigs.wait import settle
@@ -61,6 +64,18 @@ async def test_a_stop_string_counts_behind_min_tokens(bench: Bench, tokenizer: T
     assert bench.tokens("a-0") == full[: None if at is None else at + 1]
     assert bench.reason("a-0") is (FinishReason.LENGTH if at is None else FinishReason.STOP)
     assert "".join(piece.text for piece in bench.pieces["a-0"]) == tokenizer.decode(bench.tokens("a-0"))
+
+
+async def test_a_text_with_a_token_that_only_the_tokenizer_has_is_refused(bench: Bench) -> None:
+    core = vocabularies.byte_level()
+    core.add_tokens([f"<{i}>" for i in range(VOCAB)])
+    bench.submitter = Submitter(bench.replicas, Tokenizer(core, {}), monotonic)
+    with pytest.raises(
+        RequestError, match=rf"'prompt' has token id \d+ \(<299>\); .* 0 to {VOCAB - 1}"
+    ) as error:
+        await bench.start("a", prompt="hello <299>")
+    assert error.value.param == "prompt"
+    assert bench.scheduler.idle
 
 
 async def test_the_pieces_of_an_unfinished_text_concatenate_to_its_decoding(

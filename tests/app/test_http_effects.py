@@ -19,6 +19,7 @@ from core.clock import monotonic
 from core.config import ServeConfig
 from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
+from tests.rigs import vocabularies
 from tests.rigs.compiler import FakeCompiler
 from tests.rigs.server import Server, Start, know
 from tests.rigs.step_loop import VOCAB, Bench
@@ -119,6 +120,15 @@ async def test_words_become_the_tokens_that_they_are_encoded_to(bench: Bench) ->
     assert rules.allowed == (7,)
     assert rules.banned == tuple(tuple(text) for text in (b"ab", b" ab", b"c", b" c"))
     assert run.requests[0].grammar is compiler.grammar
+
+
+async def test_words_with_tokens_that_only_the_tokenizer_has_need_no_rule(bench: Bench) -> None:
+    core = vocabularies.byte_level()
+    core.add_tokens([f"<{i}>" for i in range(VOCAB)])
+    compiler = Restricting()
+    bench.submitter = Submitter(bench.replicas, Tokenizer(core, {}), monotonic, compiler)
+    await (await bench.start("a", 2, bad_words=("c<299>", "c"))).wait()
+    assert [rules.banned for _, rules in compiler.told] == [((ord("c"),), (ord(" "), ord("c")))]
 
 
 async def test_rules_join_a_grammar(bench: Bench) -> None:

@@ -27,6 +27,7 @@ def test_a_directory_is_read_with_its_special_tokens(tmp_path: Path) -> None:
     start, end = tokenizer.bos_id, tokenizer.encode("<|im_end|>").tolist()[0]
     assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
     assert tokenizer.eos_ids == {7, 299, end}  # 300 is no id of the model
+    assert Tokenizer.load(path, end, eos_ids=[7, end]).eos_ids == {7}  # nor is that of <|im_end|> here
     assert start in tokenizer.special_ids and len(tokenizer.special_ids) == 3
     assert tokenizer.encode("hello").tolist()[-1] == tokenizer.vocab_size - 7
     assert tokenizer.encode("hello").dtype.name == "int32"

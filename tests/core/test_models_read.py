@@ -22,6 +22,11 @@ def test_llama_reads_sizes_and_defaults() -> None:
     assert not (got.tied or got.qkv_bias or got.out_bias or got.qk_norm or got.moe or got.window(0))
 
 
+def test_activations_have_other_names_in_transformers() -> None:
+    assert spec("LlamaForCausalLM", hidden_act="swish").activation == "silu"
+    assert spec("LlamaForCausalLM", hidden_act="gelu_new").activation == "gelu_pytorch_tanh"
+
+
 def test_missing_kv_heads_means_one_per_head() -> None:
     assert spec("LlamaForCausalLM", num_key_value_heads=None).kv_heads == 4
 
@@ -282,12 +287,22 @@ def test_a_config_of_gemma_3_with_a_vision_tower() -> None:
     assert got.num_parameters() == pytest.approx(3.88e9, rel=0.001)
 
 
+@pytest.mark.parametrize("inner", [None, False, True])
+@pytest.mark.parametrize("outer", [None, False, True])
+def test_the_outer_config_says_whether_tables_are_tied(outer: bool | None, inner: bool | None) -> None:
+    text = GEMMA_3_4B["text_config"]
+    assert isinstance(text, dict)
+    said = [{} if tied is None else {"tie_word_embeddings": tied} for tied in (outer, inner)]
+    got = read_spec({**GEMMA_3_4B, **said[0], "text_config": {**text, **said[1]}})
+    assert got.tied == (outer if outer is not None else inner is not False)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
-        ({"hidden_activation": "swish"}, "hidden_activation"),
+        ({"hidden_activation": "quick_gelu"}, "hidden_activation"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         ({"rope_local_base_freq": "slow"}, "rope_local_base_freq"),
         ({"sliding_window": None}, "sliding_window"),
@@ -471,6 +486,13 @@ def test_context_counts_what_scaling_adds(scaling: dict[str, object] | None, con
         ({"rope_scaling": {"type": "su2"}}, "rope_scaling: type"),
         ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: short_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            r"short_factor and long_factor of rope_scaling must have \d+ numbers",
+        ),
+        ({"head_dim": 7}, r"head_dim 7 and partial_rotary_factor 1 rotate 7 dimensions"),
+        ({"head_dim": 16, "partial_rotary_factor": 0.45}, "partial_rotary_factor 0.45 rotate 7 dimensions"),
+        ({"head_dim": 16, "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 rotate 24 dimensions"),
         ({"rope_scaling": 3}, "rope_scaling"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],

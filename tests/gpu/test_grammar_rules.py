@@ -19,6 +19,7 @@ from gpu.grammar import Compiler
 from gpu.grammar.matchers import Matchers
 from gpu.grammar.token_rules import RestrictedGrammar, TokenRuleStepper
 from gpu.sample.rows import RowTokens
+from tests.rigs import vocabularies
 
 WIDTH = 70
 
@@ -124,6 +125,25 @@ async def test_under_a_grammar(rules: TokenRules, expected: set[int]) -> None:
         assert follow(grammar, [ord("b")], vocabulary) == expected
         matcher: Any = grammar.matcher()
         assert matcher.stepper.accept([matcher.state], [ord("z")]) != [None]
+    finally:
+        compiler.close()
+        tokenizer.close()
+
+
+@pytest.mark.parametrize("spec", [None, GrammarSpec("regex", "[^a]"), GrammarSpec("json_object")])
+async def test_tokens_that_only_the_tokenizer_has_are_in_no_mask(spec: GrammarSpec | None) -> None:
+    core = vocabularies.byte_level()
+    width = core.get_vocab_size()
+    core.add_tokens([f"<{i}>" for i in range(100)])
+    tokenizer = Tokenizer(core, {}, [width - 1])
+    compiler = Compiler(tokenizer.token_table(width), HelperProcess())
+    try:
+        grammar = None if spec is None else await compiler.compile(spec)
+        if grammar is None:
+            grammar = await compiler.restrict(None, TokenRules(), "bad_words")
+        matcher: Any = grammar.matcher()
+        assert matcher.stepper.words == -(-width // 32)
+        assert 0 < max(follow(grammar, [])) < width
     finally:
         compiler.close()
         tokenizer.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from core.errors import ModelError
 from core.models import read_spec
@@ -206,6 +206,45 @@ def test_computed_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
         **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(2)},
     )
     load(path)
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_model.build("llama", tmp_path, tie_word_embeddings=True).path
+    table = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(path, **{"lm_head.weight": table.to(torch.float64)})
+    load(path)
+    assert "lm_head" not in caplog.text
+    other = table.clone()
+    other[-1, -1] += 1
+    rewrite(path, **{"lm_head.weight": other})
+    load(path)
+    assert "lm_head.weight is not the embedding" in caplog.text
+    assert """--hf-overrides '{"tie_word_embeddings": false}'""" in caplog.text
+
+
+def test_a_tied_table_may_have_the_name_of_the_head_alone(tmp_path: Path) -> None:
+    """safetensors' `save_model` writes one of two names, the first by the alphabet."""
+    tiny = tiny_model.build("llama", tmp_path, tie_word_embeddings=True)
+    save_model(tiny.reference, str(tiny.path / "model.safetensors"))
+    assert "model.embed_tokens.weight" not in load_file(tiny.path / "model.safetensors")
+    table = load(tiny.path).places()["model.embed_tokens.weight"]
+    assert torch.equal(table, tiny.reference.get_input_embeddings().weight)
+
+
+def test_a_head_that_is_missing_may_be_the_embedding(tmp_path: Path) -> None:
+    path = tiny_model.build("llama", tmp_path).path
+    rewrite(path, **{"lm_head.weight": None})
+    with pytest.raises(ModelError, match=r"""lm_head\.weight\. .*'\{"tie_word_embeddings": true\}'"""):
+        load(path)
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    path = tiny_model.build("llama", tmp_path, max_shard_size="40KB").path
+    (path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=r"fetch the index, which names its \*\.safetensors"):
+        load(path)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
