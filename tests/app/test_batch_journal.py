@@ -76,7 +76,7 @@ def test_a_journal_that_was_replaced_is_not_written(tmp_path: Path) -> None:
     [
         (b"", True),
         (b'{"id":"ba', True),
-        (answered("a", 200, {}), True),
+        pytest.param(answered("a", 200, {}), True, id="an answer"),  # with random digits
         (b"my notes", False),
         (b"{}\n", False),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {}}\n', False),
