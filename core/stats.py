@@ -89,7 +89,8 @@ class Histogram(msgspec.Struct):
 
 class Histograms(msgspec.Struct, kw_only=True):
     """Seconds and tokens of requests: each is observed when the last of it is known. Requests that end before
-    their first token have no times but `end_to_end`."""
+    their first token have no times but `end_to_end`; those that generate nothing have `queue`, `prefill` and
+    `inference` too."""
 
     ttft: Histogram
     inter_token: Histogram

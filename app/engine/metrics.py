@@ -12,6 +12,7 @@ from core.executor import Capabilities
 from core.request import Request
 from core.schedule.scheduler import Confirmed
 from core.stats import DraftStatistics, EngineStatistics, Histogram, Histograms, SchedulerStatistics
+from core.types import FinishReason
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Bounds of latencies, from one fast decode step to the slowest answers."""
@@ -122,12 +123,16 @@ class Recorder:
         """Record that the first token of a request is delivered."""
         request.first_token_at = now = self._clock()
         self._histograms.ttft.add(now - request.arrival)
+        self._prompt_read(request, now)
+
+    def _prompt_read(self, request: Request, now: float) -> None:
         self._histograms.queue.add(request.started_at - request.arrival)
         self._histograms.prefill.add(now - request.started_at)
 
     def ended(self, request: Request) -> None:
         """Record that the last piece of a request is delivered; `output` is what its client got."""
-        now, output, all_ = self._clock(), len(request.output), self._histograms
+        output, all_ = len(request.output), self._histograms
+        request.ended_at = now = self._clock()
         assert request.finish is not None
         self.finished[request.finish.reason.value] += 1
         all_.end_to_end.add(now - request.arrival)
@@ -139,6 +144,9 @@ class Recorder:
             all_.inference.add(now - request.started_at)
             if output > 1:
                 all_.per_token.add((now - first) / (output - 1))
+        elif not request.params.max_tokens and request.finish.reason is FinishReason.LENGTH:
+            self._prompt_read(request, now)  # an embedding or a score: its prompt was all there was to run
+            all_.inference.add(now - request.started_at)
 
     def job_ended(self, choices: Sequence[Request]) -> None:
         """Record that the last choice of a job has ended."""

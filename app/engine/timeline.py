@@ -40,6 +40,7 @@ class _Choice(NamedTuple):
     arrival: float
     started_at: float
     first_token_at: float
+    ended_at: float
     retractions: int
     finish: Finish | None
     history: list[tuple[float, str, int]]
@@ -111,6 +112,7 @@ def _choice(request: Request) -> _Choice:
         request.arrival,
         request.started_at,
         request.first_token_at,
+        request.ended_at,
         request.retractions,
         request.finish,
         request.history,
@@ -136,15 +138,16 @@ def _described(id: str, moment: _Moment, running: bool) -> dict[str, object]:
 
 def _described_choice(choice: _Choice, now: float, drafts: bool) -> dict[str, object]:
     started, first = choice.started_at, choice.first_token_at
+    end = choice.ended_at or now  # other choices of its job may run on
     return {
         "state": choice.state.name.lower(),
         "prompt_tokens": choice.prompt_tokens,
         "cached_tokens": choice.cached_tokens,
         "output_tokens": choice.output_tokens,
         **(_drafts(choice.drafts) if drafts else {}),
-        "queue_ms": _ms((started or now) - choice.arrival),
-        "prefill_ms": _ms((first or now) - started) if started else None,
-        "decode_ms": _ms(now - first) if first else None,
+        "queue_ms": _ms((started or end) - choice.arrival),
+        "prefill_ms": _ms((first or end) - started) if started else None,
+        "decode_ms": _ms(end - first) if first else None,
         "retractions": choice.retractions,
         "finish_reason": choice.finish.reason.value if choice.finish else None,
         "events": [

@@ -165,7 +165,7 @@ def _process(service: Service, version: str) -> Iterator[Figure]:
     health = service.health
     yield _gauge("loom_info", "Version of the server.", 1, version=version)
     yield _gauge("loom_ready", "1 when requests are accepted.", health.phase is Phase.READY)
-    yield _gauge("loom_start_progress", "Progress of startup, 0 to 1.", health.progress)
+    yield _gauge("loom_start_progress", "Progress of the current stage of startup, 0 to 1.", health.progress)
     yield _gauge("loom_start_time_seconds", "Start time of the process, in Unix seconds.", service.started_at)
 
 
@@ -302,7 +302,7 @@ def _latencies(h: Histograms) -> Iterator[Figure]:
     )
     yield _histogram("loom_e2e_request_latency_seconds", "Seconds from arrival to the end.", h.end_to_end)
     yield _histogram("loom_queue_time_seconds", "Seconds from arrival to the first step.", h.queue)
-    text = "Seconds from the first step to the first token."
+    text = "Seconds from the first step to the first token, or to the end of what generates none."
     yield _histogram("loom_prefill_time_seconds", text, h.prefill)
     yield _histogram("loom_decode_time_seconds", "Seconds from the first token to the end.", h.decode)
     yield _histogram("loom_inference_time_seconds", "Seconds from the first step to the end.", h.inference)

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tokenizers
@@ -51,6 +51,15 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 AT_ONCE = 65_536
 """Token ids that are converted to an array in one call. The call holds the GIL: for 0.1 s with four million
 ids."""
+
+
+class EncodedPair(NamedTuple):
+    """Ids of two texts, int32 [n], and the position where the second begins. `segments`: whether the template
+    marks it as another segment, as BERT's does and RoBERTa's does not."""
+
+    ids: Ints
+    second: int
+    segments: bool
 
 
 class Tokenizer:
@@ -182,13 +191,14 @@ class Tokenizer:
 
         return await self._off_loop(len(text), work)
 
-    async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> tuple[Ints, int]:
-        """Ids of two texts as the model's own template joins them, special tokens included, and the
-        position where the second begins. `params` name them in errors."""
+    async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> EncodedPair:
+        """Two texts as the model's own template joins them, special tokens included. `params` name them in
+        errors."""
         for text, param in zip(texts, params, strict=True):
             check_text(text, param)
-        ids, second = await self._off_loop(len(texts[0]) + len(texts[1]), lambda: _pair(self._core, texts))
-        return np.array([*self._added_bos, *ids], np.int32), second + len(self._added_bos)
+        length, added = len(texts[0]) + len(texts[1]), self._added_bos
+        ids, second, segments = await self._off_loop(length, lambda: _pair(self._core, texts))
+        return EncodedPair(np.array([*added, *ids], np.int32), second + len(added), segments)
 
     def _encode(self, text: str, add_special: bool) -> Ints:
         ids = self._core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
@@ -272,13 +282,11 @@ def _check_beginning(core: tokenizers.Tokenizer, text: str, param: str, most: in
         size *= 4
 
 
-def _pair(core: tokenizers.Tokenizer, texts: tuple[str, str]) -> tuple[list[int], int]:
+def _pair(core: tokenizers.Tokenizer, texts: tuple[str, str]) -> tuple[list[int], int, bool]:
     found = core.encode_batch_fast([texts], add_special_tokens=True)[0]
-    # A template that has no second segment (XLM-RoBERTa's) still knows which text a token is of.
-    for of in (found.type_ids, found.sequence_ids):
-        if 1 in of:
-            return found.ids, of.index(1)
-    return found.ids, len(found.ids)
+    segments = 1 in found.type_ids
+    of = found.type_ids if segments else found.sequence_ids
+    return found.ids, of.index(1) if 1 in of else len(of), segments
 
 
 def check_text(text: str, param: str) -> None:

@@ -106,7 +106,7 @@ class Source:
             if len(own) < shape.prompt:
                 own = np.concatenate([own, self._noise(_PROMPT, key, shape.prompt - len(own))])
             return self._render(own[: shape.prompt])
-        shared = self._work.prefix_len
+        shared = min(self._work.prefix_len, shape.prompt)  # a trace may have shorter prompts
         own = self._noise(_PROMPT, key, shape.prompt - shared)
         if shared and turn == 0:
             group = np.array([index % self._work.prefix_groups])

@@ -46,9 +46,9 @@ def sentence_pooling(read: Read) -> PoolingSpec | None:
         place = f"{path}/" if path else ""
         match name:
             case "Transformer":
-                content = _object(read, place + _TOKENIZING)
-                most = Fields(content, _TOKENIZING).count("max_seq_length", 0)
-                found = msgspec.structs.replace(found, max_tokens=most)
+                fields = Fields(_object(read, place + _TOKENIZING), _TOKENIZING)
+                most, lower = fields.count("max_seq_length", 0), fields.flag("do_lower_case")
+                found = msgspec.structs.replace(found, max_tokens=most, lowercase=lower)
             case "Pooling":
                 found = msgspec.structs.replace(found, kind=_kind(read, f"{place}config.json"))
             case "Normalize":

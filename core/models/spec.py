@@ -236,6 +236,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Turns that head's logits into scores."""
     max_tokens: int = 0
     """Limit of an input, where it is below the number of positions; 0: none."""
+    lowercase: bool = False
+    """Whether texts are in lower case before they are tokenized."""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -344,13 +346,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def context_length(self) -> int:
-        """Tokens a request may have: the trained positions, times what rope scaling adds."""
-        if self.pooling.max_tokens:
-            return min(self.pooling.max_tokens, self.max_position)
+        """Tokens a request may have: the trained positions, times what rope scaling adds, or `max_tokens`."""
+        most = self.max_position
         if self.rope.kind in ("linear", "dynamic", "yarn"):
-            original = self.rope.original_max or self.max_position
-            return max(self.max_position, int(original * self.rope.factor))
-        return self.max_position
+            most = max(most, int((self.rope.original_max or most) * self.rope.factor))
+        return min(self.pooling.max_tokens or most, most)
 
     @property
     def implementation(self) -> Implementation:

@@ -140,6 +140,8 @@ class Request(msgspec.Struct, eq=False):
     drafts: Drafts = msgspec.field(default_factory=Drafts)
     started_at: float = 0.0
     first_token_at: float = 0.0
+    ended_at: float = 0.0
+    """When its last piece was delivered; 0: it was not yet."""
     finish: Finish | None = None
     history: list[tuple[float, str, int]] = []
     """Events with their time and number of tokens: admitted (cached ones), chunk, retracted."""

@@ -84,7 +84,7 @@ async def test_generative_scores(server: Server) -> None:
     first = server.engine.runs[0].prompt.tolist()
     assert first == [256, *b"Is it? ", *b"y", 10], "encoded apart, and one beginning"
     await server.ask("/generative_scoring", {**body, "item_first": True, "add_special_tokens": False})
-    assert server.engine.runs[-4].prompt.tolist() == [*b"y", *b"Is it? ", 10]
+    assert server.engine.runs[-2].prompt.tolist() == [*b"y", *b"Is it? ", 10]
     answer = await server.ask("/generative_scoring", {**body, "apply_softmax": False, "query": [5]})
     assert answer["data"][0]["score"] == pytest.approx(a)
 

@@ -14,6 +14,7 @@ from app.api.pooling.score import WINDOW, ScoreBody, _scores, score_answer
 from app.offline import LLM
 from bench.chaos.tiny import dummy_model
 from core.errors import RequestError
+from core.request.params import MAX_LOGPROBS
 from tests.rigs.engine import CONTEXT
 from tests.rigs.server import Server
 from tests.rigs.tokenizer import BOS, VOCAB
@@ -36,6 +37,8 @@ async def test_scores_are_the_labels_probabilities(server: Server, path: str) ->
     tokens = len("Is it? yes") + len("Is it? no!") + 2
     assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] == tokens
     assert body["usage"]["completion_tokens"] == 0
+    # What counts against the limits of an API key: an item's prompt once, and a token behind it.
+    assert sum(len(run.prompt) for run in server.engine.runs) == tokens + len(ASKED["items"])
 
 
 @pytest.mark.parametrize("field", ["rid", "request_id"])
@@ -66,19 +69,20 @@ async def test_softmax_shares_among_the_labels(server: Server) -> None:
 async def test_prompts_are_joined(server: Server, sent: dict[str, Any], prompts: list[list[int]]) -> None:
     await server.ask("/v1/score", {**sent, "label_token_ids": [7, 9]})
     ran = [run.prompt.tolist() for run in server.engine.runs]
-    assert ran == [[*prompt, label] for prompt in prompts for label in (7, 9)]
-    assert all(run.params.max_tokens == 0 for run in server.engine.runs)
+    assert ran == [[*prompt, 7] for prompt in prompts]
+    for run in server.engine.runs:
+        assert (run.params.max_tokens, run.params.prompt_logprob_ids) == (0, (7, 9))
 
 
 async def test_many_are_run_a_window_at_a_time(server: Server) -> None:
-    items, labels = 7, WINDOW // 2 + 1
+    items, labels = WINDOW + 3, 2
     sent = {"query": "q", "items": [str(i) for i in range(items)], "label_token_ids": list(range(labels))}
     _, body = await server.post("/v1/score", sent)
     assert [len(row) for row in body["scores"]] == [labels] * items
     assert np.allclose(body["scores"][3], [told(label) for label in range(labels)])
-    wide = {"query": "q", "items": ["a"], "label_token_ids": [i % VOCAB for i in range(2 * WINDOW + 3)]}
-    _, body = await server.post("/v1/score", wide)
-    assert len(body["scores"][0]) == 2 * WINDOW + 3
+    many = [i % VOCAB for i in range(2 * MAX_LOGPROBS + 3)]
+    _, body = await server.post("/v1/score", {"query": "q", "items": ["a"], "label_token_ids": many})
+    assert np.allclose(body["scores"], [list(map(told, many))])
     assert not server.engine.live
 
 

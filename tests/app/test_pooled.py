@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.api.pooling.rerank import PairBody, score_pairs
+from app.api.pooling.rerank import Pair, PairBody, RerankBody, score_pairs, scored
 from app.offline import LLM
 from core.errors import ConfigError, ContextExceeded, RequestError
 from tests.rigs import tiny_model
@@ -31,7 +31,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         if name not in live:
             make = tiny_model.build_headless if name in tiny_model.HEADLESS else tiny_model.build
             tiny = make(name, tmp_path_factory.mktemp(name))
-            bytes_as_tokens(tiny.path)
+            bytes_as_tokens(tiny.path, segments="Roberta" not in name)
             live[name] = (
                 tiny,
                 LLM(str(tiny.path), device="cpu", kv_tokens=2048, step_tokens=128, context_length=128),
@@ -43,14 +43,18 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         llm.close()
 
 
-def bytes_as_tokens(path: Path) -> None:
-    """A tokenizer whose ids are bytes, with a template for pairs."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def bytes_as_tokens(path: Path, segments: bool = True) -> None:
+    """A tokenizer whose ids are bytes. Without `segments` it joins pairs as RoBERTa's does, as one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
+    if segments:
+        core.post_processor = processors.TemplateProcessing("$A", "$A $B:1", [])
+    else:
+        core.post_processor = processors.RobertaProcessing((alphabet[5], 5), (alphabet[6], 6))
     core.save(str(path / "tokenizer.json"))
 
 
@@ -121,12 +125,30 @@ def test_pairs_are_two_segments(opened: Any) -> None:
     one, two = "a question", "an answer"
     body = PairBody(text_1=one, text_2=two, use_activation=False)
     answer: Any = llm._wait(score_pairs(body, llm._live.loaded))
-    ids, _ = llm._wait(llm._live.loaded.tokenizer.encode_pair_async((one, two), ("a", "b")))
+    ids, *_ = llm._wait(llm._live.loaded.tokenizer.encode_pair_async((one, two), ("a", "b")))
     types = torch.tensor([[0] * len(one) + [1] * len(two)])
     assert len(ids) == len(one) + len(two)
     np.testing.assert_allclose(
         answer["data"][0]["score"], logits(tiny, ids.tolist(), token_type_ids=types)[0], atol=1e-3
     )
+
+
+def test_a_pair_is_one_segment_where_the_tokenizer_knows_no_second(opened: Any) -> None:
+    tiny, llm = opened("XLMRobertaForSequenceClassification")
+    assert tiny.reference.config.type_vocab_size == 2
+    texts, names = ("a question", "an answer"), ("query", "documents")
+    (got,), _ = llm._wait(scored([Pair(texts, names)], RerankBody(use_activation=False), llm._live.loaded))
+    ids, second, segments = llm._wait(llm._live.loaded.tokenizer.encode_pair_async(texts, names))
+    assert (len(ids), second, segments) == (1 + 10 + 2 + 9 + 1, 1 + 10 + 2, False)
+    assert got == pytest.approx(logits(tiny, ids.tolist())[0], abs=1e-3)
+
+
+def test_a_document_is_cut_to_its_tokens_without_special_ones_too(opened: Any) -> None:
+    _, llm = opened("BertForSequenceClassification")
+    pairs = [Pair(("abc", document), ("query", "documents")) for document in ("wxyz", "wx")]
+    scores, pooled = llm._wait(scored(pairs, RerankBody(), llm._live.loaded, most=2))
+    assert pooled.prompt_tokens == 2 * (3 + 2)
+    assert scores[0] == pytest.approx(scores[1])
 
 
 def test_hidden_states_come_through_every_layer(opened: Any) -> None:

@@ -66,6 +66,16 @@ async def test_prefill_and_decode_are_the_whole_inference(bench: Bench) -> None:
     assert h.per_token.total == pytest.approx(h.decode.total / 11)
 
 
+async def test_a_prompt_that_generates_nothing_was_queued_and_read(bench: Bench) -> None:
+    run = await bench.start("a", 0)
+    await run.wait()
+    await settle()
+    h = histograms(bench)
+    assert [seen(times)[0] for times in (h.queue, h.prefill, h.inference)] == [1, 1, 1]
+    assert h.queue.total + h.prefill.total == pytest.approx(h.end_to_end.total)
+    assert [seen(times)[0] for times in (h.ttft, h.decode, h.per_token)] == [0, 0, 0]
+
+
 async def test_one_token_has_no_time_between_tokens(bench: Bench) -> None:
     run = await bench.start("a", 1)
     await run.wait()

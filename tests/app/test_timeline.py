@@ -43,6 +43,25 @@ def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
     assert events[4:] == [("retracted", 1), ("admitted", 40), ("chunk", 2)]  # one token was in flight
 
 
+def test_a_choice_that_ended_before_the_others_decodes_no_longer() -> None:
+    h = Harness()
+    recorder, timelines = Recorder(h.clock, h.executor.capabilities), Timelines(h.clock)
+    h.clock.now = 1.0
+    choices = [h.request(range(4), max_tokens=1) for _ in range(2)]
+    timelines.open(("", "job"), recorder, choices, h.clock.now, 0.0, 0.0)
+    while any(choice.finish is None for choice in choices):
+        h.turn()
+    for choice, seconds in zip(choices, (1.0, 4.0), strict=True):
+        recorder.first_token(choice)
+        h.clock.now += seconds
+        recorder.ended(choice)
+    timelines.close(("", "job"))
+    told = timelines.of(("", "job"))
+    assert told is not None and isinstance(told["choices"], list)
+    assert [choice["decode_ms"] for choice in told["choices"]] == [1000.0, 4000.0]
+    assert told["total_ms"] == 5000.0
+
+
 def test_what_ended_long_ago_is_forgotten() -> None:
     h = Harness()
     timelines = Timelines(h.clock)

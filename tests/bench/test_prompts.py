@@ -88,6 +88,18 @@ def test_a_conversation_carries_its_history() -> None:
     assert messages[2]["role"] == "user" and messages[2]["content"] != messages[0]["content"]
 
 
+def test_a_prefix_makes_no_prompt_of_a_trace_longer(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lengths = (4, 10, 30)
+    path.write_text(
+        "".join(f'{{"timestamp": 0, "input_length": {n}, "output_length": 1}}\n' for n in lengths)
+    )
+    work = Workload(trace=str(path), requests=0, prefix_len=10)
+    prompts = [body(work, index)["prompt"] for index in range(3)]
+    assert tuple(map(len, prompts)) == lengths
+    assert prompts[2][:10] == prompts[1] and prompts[1][:4] == prompts[0]
+
+
 def test_a_trace_gives_lengths_arrivals_and_shared_pages(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(

@@ -113,7 +113,21 @@ def test_without_a_module_vectors_keep_their_length() -> None:
 def test_a_directory_may_know_of_fewer_tokens() -> None:
     read = directory({"pooling_mode": "mean"}, **{"sentence_bert_config.json": {"max_seq_length": 256}})
     got = read_spec({**BASE, "architectures": ["BertModel"]}, sentence_pooling(read))
-    assert got.context_length == 256
+    assert got.context_length == 256 and not got.pooling.lowercase
+
+
+@pytest.mark.parametrize(("most", "length"), [(3000, 3000), (9000, 4000)])
+def test_a_directory_may_know_of_more_tokens_than_were_trained(most: int, length: int) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+    read = directory({"pooling_mode": "mean"}, **{"sentence_bert_config.json": {"max_seq_length": most}})
+    got = read_spec({**BASE, "architectures": ["Qwen3Model"], "rope_scaling": rope}, sentence_pooling(read))
+    assert got.context_length == length
+
+
+def test_a_directory_may_read_texts_in_lower_case() -> None:
+    files = {"sentence_bert_config.json": {"max_seq_length": None, "do_lower_case": True}}
+    found = sentence_pooling(directory({"pooling_mode": "mean"}, **files))
+    assert found is not None and (found.lowercase, found.max_tokens) == (True, 0)
 
 
 def test_a_directory_makes_embeddings_whatever_head_its_config_names() -> None:

@@ -124,15 +124,17 @@ class FakeRun:
         k, start = self.params.prompt_logprobs, max(self.params.prompt_logprobs_start, 1)
         if k < 0 or start >= len(self.prompt) or not self.begun:
             return []
-        k += len(self.params.prompt_logprob_ids)
+        named = self.params.prompt_logprob_ids
         rows = [row(int(token), k) for token in self.prompt[start:]]
+        top_ids = [[*r.top_ids, *named] for r in rows]
+        top_values = [[*r.top_values, *(row(token, 0).chosen for token in named)] for r in rows]
         return [
             PromptLogprobs(
                 start=start,
                 values=np.array([r.chosen for r in rows], np.float32),
                 ranks=np.arange(1, len(rows) + 1, dtype=np.int32),
-                top_ids=np.array([r.top_ids for r in rows], np.int32).reshape(len(rows), k),
-                top_values=np.array([r.top_values for r in rows], np.float32).reshape(len(rows), k),
+                top_ids=np.array(top_ids, np.int32).reshape(len(rows), k + len(named)),
+                top_values=np.array(top_values, np.float32).reshape(len(rows), k + len(named)),
             )
         ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from app.text.tokenizer import EncodedPair
 from core.errors import RequestError
 from core.types import Ints
 
@@ -41,9 +42,9 @@ class ByteTokenizer:
         at = [(i, i + 1) for i, char in enumerate(text) for _ in char.encode()]
         return [(0, 0), *at] if add_special else at
 
-    async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> tuple[Ints, int]:
+    async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> EncodedPair:
         one, two = (text.encode() for text in texts)
-        return np.array([BOS, *one, EOS, *two, EOS], np.int32), len(one) + 2
+        return EncodedPair(np.array([BOS, *one, EOS, *two, EOS], np.int32), len(one) + 2, True)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         special = {BOS: "<s>", EOS: "</s>"}

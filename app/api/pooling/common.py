@@ -56,7 +56,7 @@ class Input(msgspec.Struct, frozen=True):
     param: str
     """The field that errors name."""
     second: int = 0
-    """Index of the first token of a pair's second text; 0: no pair."""
+    """Index of the first token of a pair's second segment; 0: there is one segment."""
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -110,7 +110,8 @@ async def encode(
     """One text or list of ids, truncated to `most` tokens. Raises `RequestError` naming `param`."""
     checked = check_prompt(prompt, loaded.card.vocab_size, param)
     if isinstance(checked, str):
-        ids = await loaded.tokenizer.encode_async(checked, add_special, param)
+        text = checked.lower() if loaded.card.pooling.lowercase else checked
+        ids = await loaded.tokenizer.encode_async(text, add_special, param)
         if add_special and loaded.tokenizer.added_eos:
             ids = np.append(ids, np.array(loaded.tokenizer.added_eos, np.int32))
     else:

@@ -142,12 +142,15 @@ async def scored(
 
 async def _joined(pair: Pair, body: PoolBody, loaded: Loaded, most: int | None) -> Input:
     """A pair as one input."""
-    ids, second = await loaded.tokenizer.encode_pair_async(pair.texts, pair.params)
+    ids, second, segments = await loaded.tokenizer.encode_pair_async(pair.texts, pair.params)
     await asyncio.sleep(0)  # short texts do not suspend: a long list would hold the loop
     ids = np.append(ids, np.array(loaded.tokenizer.added_eos, np.int32))
     if most is not None:
-        ids = cut(ids, second + most + 1, loaded.tokenizer.special_ids)
-    return fitting(Input(ids, pair.params[1], min(second, len(ids) - 1)), body, loaded)
+        special = loaded.tokenizer.special_ids
+        ends = sum(id in special for id in ids[-1:].tolist())
+        ids = cut(ids, second + most + ends, special)
+    second = min(second, len(ids) - 1) if segments else 0
+    return fitting(Input(ids, pair.params[1], second), body, loaded)
 
 
 async def _apart(

@@ -25,6 +25,7 @@ from app.ids import random_hex
 from app.service import Loaded
 from core.errors import ContextExceeded, EngineFailed, RequestError, field_error
 from core.request import SamplingParams
+from core.request.params import MAX_LOGPROBS
 from core.types import Ints
 
 ROUTES = Routes()
@@ -61,8 +62,14 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     query: Prompt
     items: list[Prompt]
     item_first: bool
-    labels: list[int]
+    groups: list[tuple[int, ...]]
+    """The labels, in order, as many in each group as one job scores."""
     base: Job
+
+    @property
+    def width(self) -> int:
+        """Number of labels."""
+        return sum(map(len, self.groups))
 
     def prompt(self, index: int) -> Prompt:
         """The query with one item."""
@@ -96,15 +103,15 @@ async def score(request: web.Request, body: ScoreBody, loaded: Loaded) -> object
 async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
     """The answer. `scores[i][j]`: of label j after item i. Raises `RequestError` naming the field.
 
-    A label is scored as the last token of a prompt that generates nothing: shared prefixes are computed once
-    thanks to the radix tree, and the number of labels is not limited by a top-k.
+    An item's labels are scored by a prompt that generates nothing, up to `MAX_LOGPROBS` at once: their number
+    is not limited by a top-k.
     """
     scoring = _check(body, loaded)
     scored = Scored([])
-    step = max(1, WINDOW // len(scoring.labels))
+    step = WINDOW // len(scoring.groups)
     for start in range(0, len(scoring.items), step):
         await _score(scoring, range(start, min(start + step, len(scoring.items))), loaded, scored)
-    width = len(scoring.labels)
+    width = scoring.width
     rows = [scored.logprobs[at : at + width] for at in range(0, len(scored.logprobs), width)]
     return {
         "object": "scoring",
@@ -129,7 +136,8 @@ def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
     check_ids(labels, loaded.card.vocab_size, "label_token_ids")
     _check_items(body.query, items, loaded.card.vocab_size)
     base = base_job(body, "score", loaded)
-    return ScoreRequest(body.query, items, body.item_first is True, labels, base)
+    groups = [tuple(labels[at : at + MAX_LOGPROBS]) for at in range(0, len(labels), MAX_LOGPROBS)]
+    return ScoreRequest(body.query, items, body.item_first is True, groups, base)
 
 
 def _check_items(query: Prompt, items: Sequence[Prompt], vocab_size: int) -> None:
@@ -155,10 +163,10 @@ async def _score(scoring: ScoreRequest, items: range, loaded: Loaded, scored: Sc
         await asyncio.sleep(0)  # short texts do not suspend: a long list would hold the loop
         scored.prompt_tokens += len(ids)
     async for run in finished_runs(_jobs(scoring, items, encoded), loaded):
-        # Only an item's first label counts: the others find the pages of the first.
-        if len(scored.logprobs) % len(scoring.labels) == 0:
+        # Only an item's first group counts: the others find the pages of the first.
+        if len(scored.logprobs) % scoring.width == 0:
             scored.cached_tokens += min(run.cached, len(run.prompt) - 1)
-        scored.logprobs.append(_last_logprob(run))
+        scored.logprobs += _last_logprobs(run)
 
 
 async def _encode(prompt: Prompt, param: str, loaded: Loaded) -> Ints:
@@ -172,26 +180,31 @@ async def _encode(prompt: Prompt, param: str, loaded: Loaded) -> Ints:
 
 
 def _jobs(scoring: ScoreRequest, items: range, encoded: Sequence[Ints]) -> Iterator[Job]:
-    """A job for each item and label, made lazily."""
+    """A job for each item and group of labels, made lazily. Its last token is any: it makes the position that
+    the labels are scored at."""
     for i, ids in zip(items, encoded, strict=True):
-        wanted = SamplingParams(temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=len(ids))
-        for j, label in enumerate(scoring.labels):
+        for j, labels in enumerate(scoring.groups):
             yield msgspec.structs.replace(
                 scoring.base,
                 id=f"{scoring.base.id}-{i}-{j}",
-                prompt=np.append(ids, np.int32(label)),
-                sampling=wanted,
+                prompt=np.append(ids, np.int32(labels[0])),
+                sampling=SamplingParams(
+                    temperature=0.0,
+                    prompt_logprobs=0,
+                    prompt_logprobs_start=len(ids),
+                    prompt_logprob_ids=labels,
+                ),
                 prompt_param=f"items[{i}]",
                 continues=i + j > 0,  # part of an answer that has begun: accepted while draining
             )
 
 
-def _last_logprob(run: Run) -> float:
+def _last_logprobs(run: Run) -> list[float]:
     chunk = run.prompt_logprobs()[-1]
-    value = float(chunk.values[len(run.prompt) - 1 - chunk.start])
-    if math.isnan(value):
+    values: list[float] = chunk.top_values[len(run.prompt) - 1 - chunk.start].tolist()
+    if any(map(math.isnan, values)):
         raise EngineFailed("The model's logits were not finite.")
-    return value
+    return values
 
 
 def _scores(logprobs: Sequence[float], softmax: bool) -> list[float]:
