@@ -148,6 +148,14 @@ def _unwrap_what_is_wrapped() -> None:
     unwrap = tl.core._unwrap_if_constexpr
     bare = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)}
     tl.core._unwrap_if_constexpr = lambda each: each if type(each) in bare else unwrap(each)
+    # A constant less a tensor is a constant that holds a tensor, which Triton 3.7 does not take as one.
+    subtract = tl.constexpr.__sub__
+
+    def subtract_unwrapped(self: tl.constexpr, other: Any) -> Any:
+        made = subtract(self, other)
+        return made.value if type(made.value) is tl.tensor else made
+
+    tl.constexpr.__sub__ = subtract_unwrapped
 
 
 def _broadcast_what_differs() -> None:
@@ -240,18 +248,18 @@ def _make_masks_once() -> None:
         return array
 
     # `options`: how to cache and whether it is volatile, in as many arguments as the version of Triton has.
-    def load(self: Any, ptr: Any, *options: Any) -> Any:
+    def load(self: Any, ptr: Any, *options: Any, **named: Any) -> Any:
         mask = interpreter.TensorHandle(full(ptr.data.shape, 1, np.bool_), tl.int1)
-        return self.create_masked_load(ptr, mask, None, *options)
+        return self.create_masked_load(ptr, mask, None, *options, **named)
 
     masked_load = builder.create_masked_load
 
-    def load_masked(self: Any, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
+    def load_masked(self: Any, ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
         if other is None:
             dtype = ptrs.get_element_ty()
             zeros = full(ptrs.data.shape, 0, interpreter._get_np_dtype(dtype))
             other = interpreter.TensorHandle(zeros, dtype)
-        return masked_load(self, ptrs, mask, other, *options)
+        return masked_load(self, ptrs, mask, other, *options, **named)
 
     def expand_dims(self: Any, arg: Any, axis: int) -> Any:
         data = arg.data[(*(slice(None),) * axis, None)]

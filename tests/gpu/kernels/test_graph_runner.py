@@ -331,8 +331,9 @@ def test_rows_that_may_not_stop_yet(both: Both, digits: Grammar) -> None:
     assert [row[3] for row in tokens] == free[:6]
 
 
-def test_steps_ahead_of_their_answers(both: Both, digits: Grammar) -> None:
+def test_steps_ahead_of_their_answers(tiny: Tiny, digits: Grammar) -> None:
     """Three steps are launched before the first is answered; masks wait for tokens, results do not change."""
+    both = Both(tiny.path)  # the executor closes its runner
     rig, slots = both.rig, [1, 2, 3]
 
     def plans() -> list[StepPlan]:
