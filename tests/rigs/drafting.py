@@ -202,9 +202,10 @@ class Drafting:
         config = ScheduleConfig(overlap_depth=overlap)
         self.scheduler = Scheduler(capabilities, cache, config, monotonic)
         self._engine = Engine(self.scheduler, executor, overlap, monotonic)
+        replicas = Replicas([self._engine])
         # Who waits for a step must not wait for ever when there will be none.
-        self._engine.on_failure = lambda reason: self.runner.stepped.set()
-        self._submitter = Submitter(Replicas([self._engine]), tokenizer, monotonic, grammars)
+        replicas.on_failure = lambda reason: self.runner.stepped.set()
+        self._submitter = Submitter(replicas, tokenizer, monotonic, grammars)
 
     async def answers(
         self, jobs: Sequence[Job], retract: bool = False, abort: int = 0, alone: bool = False
@@ -234,6 +235,7 @@ class Drafting:
         pieces: list[Piece] = []
         run = await self._submitter.start(job, lambda index, piece: pieces.append(piece))
         assert isinstance(run, LiveRun)
-        self.runner.stepped.clear()
-        await self.runner.stepped.wait()
+        if self._engine.failure is None:  # else no step sets it
+            self.runner.stepped.clear()
+            await self.runner.stepped.wait()
         return Answer(run, pieces)
