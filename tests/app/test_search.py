@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -369,12 +369,13 @@ async def test_where_it_is_not_to_be_had(
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, Any]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
     made = build("llama", tmp_path_factory.mktemp("tiny"))
     words = Tokenizer.load(None, 256, [END])
     words._core.save(str(made.path / "tokenizer.json"))
     words.close()
-    return LLM(str(made.path), dtype="float32", kv_tokens=4096, device="cpu"), made.reference
+    with LLM(str(made.path), dtype="float32", kv_tokens=4096, device="cpu") as llm:
+        yield llm, made.reference
 
 
 @torch.no_grad()
@@ -413,4 +414,3 @@ def test_one_beam_is_greedy_and_a_wider_search_no_worse(tiny: tuple[LLM, Any]) -
     assert sums[1] >= sums[0]
     with pytest.raises(RequestError, match="stream"):
         list(llm.stream(prompt, one))
-    llm.close()
