@@ -26,4 +26,5 @@ def test_what_a_step_costs_the_host_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found["tp"], found["host_only"]) == (2, True)
     plain, loaded = found["cases"]
     assert plain["steps"] > 0 and plain["loaded_us_per_row"] == 0 < loaded["loaded_us_per_row"]
-    assert plain["host_us_per_step"].keys() == {"loop", "launch-0", "launch-1", "wait-0", "wait-1"}
+    # Tests of ranks that hang may have left threads in this process, which are counted too.
+    assert {"loop", "launch-0", "launch-1", "wait-0", "wait-1"} <= plain["host_us_per_step"].keys()
