@@ -21,7 +21,7 @@ LAG_WINDOW = 100
 LOAD_EVERY = 0.25
 COLLECT_EVERY = 10.0
 GROWN = 500_000
-"""Containers made and not freed since the last collection at which a busy server collects again.
+"""A busy server collects again when it has allocated this many more containers than it has freed.
 A request makes some 150, all freed without the collector when it ends: with 1,024 of them at a time each
 collection took 70 ms, in which every stream stood still, and found nothing. Only leaks grow so far."""
 FULL_EVERY = 60

@@ -10,15 +10,16 @@ from typing import Any, NoReturn
 from jinja2.exceptions import SecurityError
 
 MAX_CHARS = 32 * 2**20
-"""Characters of one string that a template makes, its output included; a request body has no more."""
+"""Maximum characters of a string that a template makes, its output included. A request body has no more."""
 MAX_ITEMS = 250_000
-"""Items of one list it makes, and values seen when a nested one is printed or compared (50 ms)."""
+"""Maximum items of a list that a template makes, and maximum values that are visited to print or compare a
+nested value (50 ms)."""
 MAX_DEPTH = 1_000
-"""Depth of a nested value."""
+"""Maximum nesting depth of a value."""
 MAX_ARGUMENT = 100_000
 """Largest number given to filters and string methods: widths, counts, precisions."""
 MAX_BITS = 4_096
-"""Bits of a whole number."""
+"""Maximum bits of an integer."""
 MAX_SLOW = 2**20
 """Characters of a text for filters that take long over each: 0.2 s at most."""
 MAX_FIELD = 9_999

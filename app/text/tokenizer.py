@@ -239,8 +239,8 @@ class Tokenizer:
         return self.decode([token], skip_special=False).encode()
 
     def token_table(self, width: int) -> TokenTable:
-        """The vocabulary for grammars; `width` is the model's, and tokens behind it are left out. Takes 0.2 s
-        and holds the GIL."""
+        """The vocabulary for grammars. `width` is the model's vocabulary size; token ids from it on are left
+        out. Takes 0.2 s and holds the GIL."""
         definition = self._core.to_str()
         if self.vocab_size > width:
             content = json.loads(definition)

@@ -9,12 +9,12 @@ import numpy as np
 from core.types import Ints
 
 MEMORY: Final = 64
-"""Drafts over which a position's acceptance is averaged: a step of many rows has as many."""
+"""Number of drafts over which a position's acceptance is averaged. A step of many rows has that many."""
 FADING: Final = 127 / 128
-"""Factor that each step puts on the weight of all steps before it: an average that was not updated for long
-is soon corrected."""
+"""Each step multiplies the weight of all earlier steps by this, so that an average which was not updated for
+long is soon corrected."""
 LEAST_WEIGHT: Final = 2.0
-"""Drafts that the acceptance of the first position weighs at least; that of others fades away."""
+"""Minimum weight of the first position's acceptance, in drafts. Other positions have no minimum."""
 FIRST_GUESS: Final = 0.7
 """Acceptance of a draft before any was verified."""
 READINESS: Final = 1 / 8

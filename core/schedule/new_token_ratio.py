@@ -27,13 +27,14 @@ class NewTokenRatio:
         self.value = self._start
 
     def step(self) -> None:
-        """Lower the ratio after a decode step that went through."""
+        """Lower the ratio after a decode step without a preemption."""
         self.value = max(self.value - self._decay, self._floor)
 
     def retracted(self, made: int, asked: int, rows: int) -> None:
-        """Raise the ratio after pages ran out: `rows` survivors have made `made` tokens of `asked`."""
+        """Raise the ratio after a preemption: the `rows` requests that still run have generated `made` of
+        their `asked` tokens."""
         self.value = min(1.0, (made + RETRACT_ROOM * rows) / (asked + 1))
 
     def idle(self) -> None:
-        """Start careful again, as nothing runs."""
+        """Return to the initial ratio, since nothing runs."""
         self.value = self._start

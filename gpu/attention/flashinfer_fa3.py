@@ -41,8 +41,8 @@ PAIRS_PER_KEY = 1500
 some 2 ns a key of 8 KV heads, and saves 5 ps a pair of 32 query heads."""
 
 PACK_BYTES = 128 * 2**20
-"""Most bytes of packed keys and values: 32,768 tokens of 8 heads of 128. In a step with more, all stay in
-their pages."""
+"""Maximum bytes of packed keys and values: 32,768 tokens of 8 heads of 128. A step with more reads them
+from their pages."""
 
 KEYS_PER_TOKEN = 4
 """Packed keys that a graph has room for, by its tokens: what packs is launched for all of its room, and 5 us

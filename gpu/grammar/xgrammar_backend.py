@@ -23,10 +23,10 @@ from gpu.grammar.structural_tag_lark import control_token_ids
 from gpu.grammar.xgrammar_schema import check_exact, close_objects
 
 MAX_BYTES = 64 * 2**20
-"""Most bytes of one compiled grammar. The largest of 1,500 MaskBench schemas took 34 MB."""
+"""Maximum bytes of one compiled grammar. The largest of 1,500 MaskBench schemas took 34 MB."""
 BLANKS = 2
-"""White space in a row inside JSON, at most, whatever a tag says or leaves out: with 24 an automaton is
-nine times as large and takes twice as long."""
+"""Maximum white space characters in a row inside JSON, whatever a tag says. With 24 an automaton is nine
+times as large and takes twice as long."""
 MAX_VOCABULARIES = 16
 """Kept sets of control tokens that tags name. A model's templates need two or three; each costs 0.1 s,
 half of it with the GIL held, and 10 MB."""

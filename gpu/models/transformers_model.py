@@ -235,7 +235,7 @@ class TransformersModel(CausalModel):
 
     @property
     def prefix(self) -> str:
-        """Prefix of the base model's tensors, which a checkpoint that was saved without a head leaves out."""
+        """Prefix of the base model's tensor names. A checkpoint that was saved without a head lacks it."""
         return f"{self._whole.base_model_prefix}."
 
 

@@ -11,9 +11,9 @@ from gpu.nodes.wire import Message, message_of, pack
 LENGTH = 4
 """Bytes before a message: its length, the least significant first."""
 MOST_BYTES = 2**31
-"""Most bytes of a message: embeddings of the longest prompt are as many."""
+"""Maximum bytes of a message: the embeddings of the longest prompt take as many."""
 ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000))
-"""A host that lost its power says nothing: its peers ask after 10 s, and give up after 25."""
+"""A host that lost its power closes no connection: its peers probe it after 10 s and give up after 25."""
 
 
 class NodeLost(EngineFailed):

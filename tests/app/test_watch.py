@@ -82,8 +82,8 @@ async def test_what_follows_a_cut_is_what_the_model_says_to_it(
 async def test_the_last_hidden_state_is_found_behind_a_cut(
     bench: Bench, tokenizer: Tokenizer, hidden: Hidden
 ) -> None:
-    """The last hidden state is that of the token before the last one; tokens behind a stop string do not
-    count."""
+    """The last token was sampled and not run, so the last hidden state belongs to the token before it. Tokens
+    after a stop string do not count."""
     watched = Watched(bench, tokenizer)
     run = await watched.start(sampling=msgspec.structs.replace(GREEDY, hidden=hidden))
     await run.wait()

@@ -381,7 +381,7 @@ def test_a_lone_prompt_does_not_wait_for_steps_that_took_longer() -> None:
 
 
 def test_prompts_pay_though_no_step_was_without_them() -> None:
-    """The seconds of rows alone are not known then: a step without chunks is made."""
+    """If every step had chunks, the time of one without is unknown: such a step is planned to measure it."""
     h = paying(1.0, 1e-2, 1e-4)
     for row in range(4):
         h.request([row + 1] * 4, 2_000)

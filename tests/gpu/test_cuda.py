@@ -259,14 +259,14 @@ def test_8_bits_are_near_and_graphs_change_nothing(path: Path, chosen: dict[str,
 
 
 def test_blocks_are_near_and_graphs_change_nothing(tmp_path: Path) -> None:
-    """The model has matrices of whole blocks: others would stay as they are."""
+    """The model's matrices consist of whole blocks of 128 x 128: others are not quantised."""
     path = tiny_model.build("qwen3-moe-wide", tmp_path).path
     check_coarse(path, {"quantization": "fp8-blocks"})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_w8a8_is_near_and_graphs_change_nothing(dtype: str, tmp_path: Path) -> None:
-    """Matrices and experts, and layers that the checkpoint leaves as they are."""
+    """Matrices and experts are quantised, and some layers of the checkpoint are not."""
     path, plain = (tiny_model.build("qwen3-moe-mixed", tmp_path / name).path for name in ("coarse", "plain"))
     int8_files.quantise(path, int8_files.changed("re:.*o_proj"))
     check_near(path, plain, dtype, {})

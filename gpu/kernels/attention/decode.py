@@ -79,8 +79,8 @@ MERGED = 2048
 """Elements of partial results that a warp of a program merges at once: 64 registers a thread."""
 
 MOST_MERGED = 16
-"""Most partial results that a warp merges at once, however small: the compiler sees each, and 64 are several
-seconds of its time."""
+"""Maximum number of partial results that a warp merges at once. The loop over them is unrolled, and with 64
+it takes several seconds to compile."""
 
 
 class Workspace(NamedTuple):

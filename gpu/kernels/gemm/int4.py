@@ -184,8 +184,8 @@ def _sums(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Sums of each group of the four tiles `some` of rows, for each output [BLOCK_N, BLOCK_M]: by the tensor
-    cores, which leave them where `_multiply_add` needs them."""
+    """Sums over each quantisation group of the inputs in the four tiles `some`, repeated for each output:
+    [BLOCK_N, BLOCK_M] a group. The tensor cores compute them, in the layout that `_multiply_add` needs."""
     ones = tl.full([BLOCK_N, SPAN], 1.0, x.dtype.element_ty)
     found: tl.tensor = ()
     for k in tl.static_range(0, _WORD * SPAN, GROUP):

@@ -27,7 +27,7 @@ from gpu.kernels.lora_rows import max_tiles, take_tile
 from gpu.lora import LoraMatrix, LoraRows
 
 MOST_PARTS = 32
-"""Most parts of the inputs of a `shrink`: each program of `expand` reads them all."""
+"""Maximum number of parts of the inputs of a `shrink`: each program of `expand` reads all of them."""
 
 
 MOST_SUMS = 8192

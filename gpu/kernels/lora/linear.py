@@ -27,8 +27,8 @@ from gpu.kernels.lora.dense import expand, expand_silu, lora_config, shrink
 from gpu.lora import LoraMatrix, LoraRows
 
 MOST_PARTS = 4
-"""Most parts that an epilogue sums: each of its programs reads them all, and the product, whose programs fill
-most processors, leaves room for some 36 others."""
+"""Maximum number of partial sums that an epilogue adds. Each of its programs reads all of them, and the
+product fills most SMs, which leaves room for some 36 other programs."""
 
 T = TypeVar("T")
 _cuda: Any = torch.cuda  # parts of it are untyped
