@@ -177,11 +177,13 @@ async def answered(handler: Handler) -> AsyncIterator[aiohttp.ClientResponse]:
     app.router.add_get("/", handler)
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port = runner.addresses[0][1]
-    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/") as response:
-        yield response
-    await runner.cleanup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/") as response:
+            yield response
+    finally:
+        await runner.cleanup()
 
 
 def refuse(server: Server, *errors: LoomError) -> list[LoomError]:
