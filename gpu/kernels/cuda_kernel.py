@@ -63,7 +63,9 @@ class CudaKernel:
     """The function `name` of machine code, on one GPU. Any thread whose device is that GPU may launch it."""
 
     def __init__(self, code: bytes, name: str, blocks: Blocks, device: torch.device) -> None:
-        """Raises `RuntimeError` where the GPU cannot run such blocks."""
+        """Raises `RuntimeError` where the device is no GPU or cannot run such blocks."""
+        if device.type != "cuda":
+            raise RuntimeError(f"{name}: a {device.type} cannot run it.")
         from cuda.bindings import driver
 
         torch.cuda.current_stream(device)  # makes the device's context, if nothing has

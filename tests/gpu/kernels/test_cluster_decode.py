@@ -81,6 +81,12 @@ def test_where_it_cannot_be_compiled_triton_serves_and_the_log_says_so(
     assert (lacks or "no such architecture") in caplog.text
 
 
+def test_a_cpu_is_refused_as_a_gpu_is_that_cannot_run_it() -> None:
+    """Kernels for a GPU are compiled on tensors of a CPU, also where there is a GPU."""
+    with pytest.raises(RuntimeError, match="cpu"):
+        CudaKernel(b"", "cluster_decode", Blocks(8, 128, 0), CPU)
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "plain", "deep"), [(8, [1], [1]), (4, [1, 2], [2]), (1, [1, 2, 4, 8], [8])]
 )
