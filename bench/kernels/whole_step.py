@@ -119,7 +119,9 @@ def _no_library_gemms() -> Iterator[None]:
         mock.patch.object(Linear, "to_float32", _to_float32),
         mock.patch("gpu.ops.fused.cublas_gemm", _cublas_gemm),
         mock.patch("gpu.ops.scaled.cublas_fp8_gemm", _cublas_fp8_gemm),
-        mock.patch.object(torch, "empty_like", torch.zeros_like),  # indices are in bounds
+        # No kernel runs: what torch then reads as indices is in bounds.
+        mock.patch.object(torch, "empty", torch.zeros),
+        mock.patch.object(torch, "empty_like", torch.zeros_like),
         mock.patch.object(DraftStage, "measure", lambda *args: None),
         mock.patch.object(PeerRank, "apart", Rank.apart),  # there are no others
     ):
