@@ -50,7 +50,8 @@ def measure_costs(
     `launch` is a runner's before any request runs: each of its slots is used, which a new request writes
     anew. `sizes` ascend: those that tokens are padded to (`gpu.step.shapes.decode_sizes`), or all where none
     is. With several ranks each has to call this at once, `late` says the same to all, so that they launch the
-    same steps, and the first one's costs are for all.
+    same steps, and the first one's costs are for all. `late` is called before every size: it also waits until
+    each rank has read the steps of the one before, whose entries the next steps are written to.
 
     The rows are true ones with different tokens, since padded ones would use no expert; their drafts are
     wrong. Each has one token before, the same for all: trained models make a text's first tokens alike
@@ -70,7 +71,7 @@ def measure_costs(
     held = [size for size in sizes if size <= rows * (1 + tables.most_drafts)]
     verify = dict[int, float]()
     for size in _spaced(held):
-        if len(verify) > 1 and late(deadline):
+        if late(deadline) and len(verify) > 1:
             break
         verify[size] = seconds(size, False)
     known = [size for size in held if size <= max(verify)]
@@ -78,7 +79,7 @@ def measure_costs(
     deadline = monotonic() + SECONDS / 2
     draft = dict[int, float]()
     for size in verify:
-        if size <= rows and not (draft and late(deadline)):
+        if size <= rows and not (late(deadline) and draft):
             draft[size] = max(seconds(size, True) - verify[size], 0.0)
     tables.drafts.zero_()
     tables.length.zero_()
@@ -107,14 +108,16 @@ def measure_chunks(
     sizes = [size for size in mixed_sizes(shape.tokens) if size <= context] or [min(shape.tokens, context)]
     measured: dict[int, float] = {}
     for size in sizes:
+        over = late(deadline)
         if len(measured) > 1:
-            if late(deadline):
+            if over:
                 break
             if late(spaced) and size < SPACING * max(measured) and size != sizes[-1]:
                 continue
         measured[size] = seconds(size)
     own = max((size for size in measured if 2 * size <= context), default=0)
     start = min(context - own, FAR)
+    late(deadline)
     pair = max(seconds(own, start) - measured[own], 0.0) / (own * start) if own else 0.0
     tables.length.zero_()
     known = [size for size in sizes if size <= max(measured)]

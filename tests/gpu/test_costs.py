@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +19,7 @@ from core.costs import CostTable
 from core.plan import StepPlan, StepResult
 from core.request import SamplingParams
 from gpu.build import Beside, build_executor, spec_of
+from gpu.ranks import make_ranks
 from gpu.runner import ModelRunner
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
@@ -122,6 +126,66 @@ def test_chunks_have_a_cost_by_tokens_and_one_by_keys() -> None:
     assert costs.step.sizes == tuple(mixed_sizes(512))
     assert costs.step.seconds == pytest.approx([5.0 + size for size in costs.step.sizes])
     assert not tables.length.any()
+
+
+class SlowToRead:
+    """Two ranks with `ENTRIES` entries: the second reads nothing until the first can go no further."""
+
+    ENTRIES = 4
+
+    def __init__(self) -> None:
+        self.read = [0, 0]
+        self._launched = [0, 0]
+        self._group, self._ranks = make_ranks(2)
+        self.blocked = threading.Event()
+        """The first rank waits for the second, or has ended."""
+
+    def launch(self, rank: int, plan: StepPlan) -> LaunchedStep:
+        assert self._launched[rank] - min(self.read) < self.ENTRIES, "the entry is still read"
+        self._launched[rank] += 1
+
+        def wait() -> StepResult:
+            assert rank == 0 or self.blocked.wait(10)
+            self.read[rank] += 1
+            return StepResult(0, np.zeros(0, np.int32), seconds=1.0)
+
+        return cast("LaunchedStep", SimpleNamespace(wait=wait))
+
+    def late(self, rank: int, deadline: float) -> bool:
+        if rank:
+            return self._ranks[rank].late(deadline)
+        self.blocked.set()
+        late = self._ranks[rank].late(deadline)
+        self.blocked.clear()
+        return late
+
+    def end(self) -> None:
+        """A rank launches no more."""
+        self.blocked.set()
+        self._group.abort("it has ended")
+
+
+@pytest.mark.parametrize("what", ["steps", "chunks"])
+def test_no_rank_writes_over_an_entry_that_another_still_reads(what: str) -> None:
+    ranks = SlowToRead()
+
+    def measure(rank: int) -> None:
+        launch, late = partial(ranks.launch, rank), partial(ranks.late, rank)
+        try:
+            if what == "steps":
+                measure_costs(launch, SlotTables(ROWS, 4, CPU, DRAFTS), decode_sizes(80), VOCAB, late)
+            else:
+                measure_chunks(launch, SlotTables(4, 64, CPU), CHUNKS, late)
+        except AssertionError:
+            ranks.end()
+            raise
+        if rank == 0:
+            ranks.blocked.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        for measured in [pool.submit(measure, rank) for rank in range(2)]:
+            measured.result()
+    assert ranks.read[0] == ranks.read[1] > 5 * REPEATS
 
 
 def test_a_context_of_few_tokens_has_no_chunks_far_behind() -> None:
