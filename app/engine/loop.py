@@ -172,7 +172,7 @@ class Engine:
 
     def _deliver(self) -> None:
         self._deliver_due = False
-        self._bounded(self._deliver_slice)
+        self._bounded(self._deliver_turn)
 
     def _bounded(self, act: Callable[[], None]) -> None:
         """Run a callback; an exception in it fails the engine."""
@@ -238,9 +238,9 @@ class Engine:
             self._deliver_due = True
             self._loop.call_soon(self._deliver)
 
-    def _deliver_slice(self) -> None:
+    def _deliver_turn(self) -> None:
         waiting = self._backlog.waiting
-        self._backlog.deliver()
+        self._backlog.deliver_turn()
         if self._backlog.waiting < BACKLOG <= waiting:
             self.wake()  # planning has paused
         self._deliver_soon()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from app.engine.backlog import SLICE, SLICE_TOKENS
+from app.engine.backlog import SLICE, SLICE_TOKENS, SLICES
 from app.engine.job import TextOptions
 from app.engine.loop import BACKLOG
 from app.text.tokenizer import Tokenizer
@@ -69,6 +69,27 @@ async def test_plain_rows_of_many_steps_take_no_more_slices_than_those_of_one(to
         deliver()
     assert bench.engine._backlog.waiting == 0
     assert delivered(bench) > 3 * SLICE * (LATE - 5)
+    await end(bench, deliver)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, LATE])
+async def test_a_turn_delivers_as_many_slices_as_steps_wait(tokenizer: Tokenizer, steps: int) -> None:
+    """But few, so that requests which start wait for few."""
+    bench = Bench(tokenizer, eager=False, rows=(SLICES + 1) * SLICE, pages=14_000)
+    for id in range(SLICES + 1):
+        await bench.start(f"a{id}", 100, n=SLICE)
+    deliver = await late(bench, steps)
+    slices = list[int]()
+
+    def counted() -> None:
+        slices.append(len(bench.engine._backlog._rows))
+        deliver()
+
+    replace(bench, counted)
+    waiting = bench.engine._backlog.waiting
+    bench.engine._backlog.deliver_turn()
+    assert len(slices) == min(waiting, SLICES), f"{waiting} steps wait"
+    assert len(set(slices)) == len(slices), "each has rows"
     await end(bench, deliver)
 
 
