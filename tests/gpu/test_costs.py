@@ -129,7 +129,7 @@ def test_chunks_have_a_cost_by_tokens_and_one_by_keys() -> None:
 
 
 class SlowToRead:
-    """Two ranks with `ENTRIES` entries: the second reads nothing until the first can go no further."""
+    """Two ranks with `ENTRIES` entries. The second reads no answer until the first waits or has ended."""
 
     ENTRIES = 4
 
