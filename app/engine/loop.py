@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from app.engine.backlog import Backlog
+from app.engine.backlog import ENDS, Backlog
 from app.engine.commands import Commands
 from app.engine.metrics import Recorder
 from app.engine.output import Stream
@@ -143,6 +143,10 @@ class Engine:
         """Send the tokens of so many steps as one event, from the next step on."""
         self._backlog.interval = self.recorder.stream_interval = steps
 
+    def share_loop(self, engines: int) -> None:
+        """Deliver as one of so many engines on this loop."""
+        self._backlog.ends = max(ENDS // engines, 1)
+
     def slow_down(self, gap: float) -> None:
         """Leave `gap` seconds between a plan and the next; 0: none."""
         self._gap = gap
@@ -228,7 +232,7 @@ class Engine:
             not self.paused
             and self._resting is None
             and self._scheduler.may_plan(self._depth)
-            and self._backlog.waiting < BACKLOG
+            and self._backlog.behind < BACKLOG
         )
 
     # -- delivery ----------------------------------------------------------------------------------
@@ -239,9 +243,9 @@ class Engine:
             self._loop.call_soon(self._deliver)
 
     def _deliver_turn(self) -> None:
-        waiting = self._backlog.waiting
+        behind = self._backlog.behind
         self._backlog.deliver_turn()
-        if self._backlog.waiting < BACKLOG <= waiting:
+        if self._backlog.behind < BACKLOG <= behind:
             self.wake()  # planning has paused
         self._deliver_soon()
 

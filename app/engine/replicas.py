@@ -47,6 +47,7 @@ class Replicas:
         self.on_failure: Callable[[str], None] = lambda reason: None
         for engine in engines:
             engine.on_failure = partial(self._failed, engine)
+            engine.share_loop(len(engines))
 
     def __len__(self) -> int:
         return len(self.engines)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from app.engine.backlog import SLICE, SLICE_TOKENS, SLICES
+from app.engine.backlog import ENDS, SLICE, SLICE_TOKENS, SLICES
 from app.engine.job import TextOptions
 from app.engine.loop import BACKLOG
 from app.text.tokenizer import Tokenizer
@@ -131,6 +131,49 @@ async def test_last_tokens_overtake_those_that_wait(tokenizer: Tokenizer, interv
     assert delivered(bench) < others + 25 * SLICE, "the others still wait"
     await end(bench, deliver)
     assert all(bench.tokens(f"a-{at}") == oracle(PROMPT.tolist(), 100, VOCAB) for at in range(2 * SLICE))
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("replicas", [1, 2, 2 * ENDS])
+async def test_a_slice_ends_few_answers(tokenizer: Tokenizer, tokens: int, replicas: int) -> None:
+    """And has tokens of others beside them. Fewer where several replicas deliver in a turn of the loop; an
+    answer's only token is a last one too."""
+    bench = Bench(tokenizer, eager=False, rows=3 * SLICE, pages=9_000)
+    bench.engine.share_loop(replicas)
+    most = max(ENDS // replicas, 1)
+    answers = [f"b-{at}" for at in range(2 * most + 1)]
+    await bench.start("a", 100, n=SLICE)
+    deliver = await late(bench, 3)
+    deliver()
+    await bench.start("b", tokens, n=len(answers))
+    await late(bench, 3)
+    if tokens > 1:
+        deliver()  # the first ones
+    await late(bench, tokens)
+    ended, others = list[int](), list[int]()
+    while bench.engine._backlog.waiting:
+        deliver()
+        pieces = [bench.pieces[id][-1] for id in answers if id in bench.pieces]
+        ended.append(sum(piece.finish is not None for piece in pieces))
+        others.append(sum(len(bench.pieces[f"a-{at}"]) for at in range(SLICE)))
+    assert ended[:3] == [most, 2 * most, 2 * most + 1]
+    assert others[0] > SLICE, "others have their turn in the same slice"
+    await end(bench, deliver)
+    assert all(bench.tokens(id) == oracle(PROMPT.tolist(), tokens, VOCAB) for id in answers)
+
+
+async def test_answers_that_wait_for_their_end_do_not_stop_planning(tokenizer: Tokenizer) -> None:
+    """They get no longer, and the rows that run wait for no delivery."""
+    bench = Bench(tokenizer, eager=False)
+    await bench.start("b", 3)
+    bench.engine.set_stream_interval(2 * BACKLOG)
+    await bench.start("a", 2 * BACKLOG + 20)
+    deliver = await late(bench, BACKLOG + 10)
+    assert bench.engine._backlog.waiting > BACKLOG, "the end of b"
+    assert bench.executor.pending, "a runs"
+    await end(bench, deliver)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 2 * BACKLOG + 20, VOCAB)
+    assert bench.tokens("b-0") == oracle(PROMPT.tolist(), 3, VOCAB)
 
 
 @pytest.mark.parametrize(("single", "logprobs"), [(True, -1), (False, 0)])
