@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 from app.engine.metrics import Recorder
@@ -43,10 +44,14 @@ STREAM_FAILED = Finish(
 )
 
 
+_Line = OrderedDict[Request, "_Row"]
+"""Rows in the order of delivery."""
+
+
 class _Row:
     """A request with confirmed tokens that its stream has not received yet."""
 
-    __slots__ = ("due", "finish", "last", "logprobs", "request", "since")
+    __slots__ = ("due", "finish", "last", "line", "logprobs", "request", "since")
 
     def __init__(self, request: Request, since: int) -> None:
         """`since`: the step of the first token that waits."""
@@ -57,8 +62,10 @@ class _Row:
         self.finish: Finish | None = None
         self.last: int | None = None
         """The token that caused the finish; -1 (not in the output): its logits were not finite."""
+        self.line: _Line | None = None
+        """Where the row waits; None: it is not due yet."""
         self.due = 0
-        """The step at which the row became due, or ended where that was later; 0: not due yet."""
+        """The step at which it came there."""
 
 
 class Backlog:
@@ -88,26 +95,28 @@ class Backlog:
         """All rows that wait, by request."""
         self._held: deque[_Row] = deque()
         """Rows that were not due when they came, in order of arrival."""
-        self._first: deque[_Row] = deque()
+        self._first = _Line()
         """Rows whose request has its first token to deliver. They are delivered before all others, so that
         the time to first token does not grow with the backlog."""
-        self._last: deque[_Row] = deque()
-        """Rows whose request has its last token to deliver, and not its first. They are next, `ends` in each
-        slice: their clients can send the next request then."""
-        self._due: OrderedDict[Request, _Row] = OrderedDict()
-        """All other rows that are due, in the order of delivery."""
+        self._last = _Line()
+        """Rows whose request has its last token to deliver, `ends` in each slice after the first ones: their
+        clients can send the next request then."""
+        self._due = _Line()
+        """All other rows that are due."""
         self._step = 1
 
     @property
     def waiting(self) -> int:
         """Steps since a row became due, the step of that included; 0: none is due."""
-        fronts = [next(iter(line)).due for line in (self._first, self._last, self._due.values()) if line]
-        return self._step + 1 - min(fronts, default=self._step + 1)
+        return max(self._steps(line) for line in (self._first, self._last, self._due))
 
     @property
     def behind(self) -> int:
         """`waiting` of the rows that run: each further step makes those longer."""
-        return self._step + 1 - next(iter(self._due.values())).due if self._due else 0
+        return self._steps(self._due)
+
+    def _steps(self, line: _Line) -> int:
+        return self._step + 1 - next(iter(line.values())).due if line else 0
 
     @property
     def empty(self) -> bool:
@@ -137,12 +146,12 @@ class Backlog:
             row = rows.get(request) or self._new(request)
             self._ends(row, row.finish or request.finish)
         while self._held and self._held[0].since <= self._step + 1 - self.interval:
-            self._is_due(self._held.popleft())
+            self._not_held(self._held.popleft())
 
     def flush(self) -> None:
         """Make all rows that wait due: no step follows soon."""
         while self._held:
-            self._is_due(self._held.popleft())
+            self._not_held(self._held.popleft())
 
     def clear(self) -> None:
         """Forget what was not delivered; the streams stay."""
@@ -159,21 +168,19 @@ class Backlog:
 
     def deliver(self) -> None:
         """Deliver the next slice."""
-        if self._deliver_part():
+        rows = self._slice()
+        if rows and self._deliver_part(rows[0]):
             return
-        left, ends, now = SLICE_TOKENS, self.ends, self._recorder.now()
+        left, now = SLICE_TOKENS, self._recorder.now()
         gaps: Counter[float] = Counter()  # most rows of a slice have the same
-        for number in range(SLICE):
-            row = self._front(ends > 0)
-            if row is None:
-                break
+        for number, row in enumerate(rows):
             stream = self._streams.get(row.request)
             if stream is not None:  # else it ended by a stop string after these tokens were on their way
                 left -= stream.cost(len(row.request.output) - stream.count, row.logprobs)
                 if left < 0 and number:
                     break
-            ends -= row.finish is not None
-            self._remove(row)
+            assert row.line is not None
+            del row.line[row.request], self._rows[row.request]
             if stream is not None:
                 if stream.count and len(row.request.output) > stream.count:
                     gaps[now - stream.sent_at] += 1
@@ -181,24 +188,15 @@ class Backlog:
                 self._deliver_row(row, stream)
         self._recorder.gaps(gaps)
 
-    def _front(self, may_end: bool) -> _Row | None:
-        """The row to be delivered next; one that ends its answer only if it `may_end`."""
-        for line in self._first, self._last:
-            if line and (may_end or line[0].finish is None):
-                return line[0]
-        return next(iter(self._due.values()), None)
+    def _slice(self) -> list[_Row]:
+        """The rows to be delivered next."""
+        rows = [*islice(self._first.values(), SLICE), *islice(self._last.values(), self.ends)]
+        return [*rows, *islice(self._due.values(), max(SLICE - len(rows), 0))][:SLICE]
 
-    def _remove(self, row: _Row) -> None:
-        """Take a row that `_front` has returned out of the backlog."""
-        del self._rows[row.request]
-        if self._due.pop(row.request, None) is None:
-            (self._first if self._first and self._first[0] is row else self._last).popleft()
-
-    def _deliver_part(self) -> bool:
-        """Deliver the first tokens of the next row, where that has log-probabilities and exceeds a slice."""
-        row = self._front(True)
-        stream = None if row is None else self._streams.get(row.request)
-        if row is None or stream is None or not row.logprobs:
+    def _deliver_part(self, row: _Row) -> bool:
+        """Deliver the first tokens of a row that has log-probabilities and exceeds a slice."""
+        stream = self._streams.get(row.request)
+        if stream is None or not row.logprobs:
             return False
         tokens, now = row.request.output[stream.count :], self._recorder.now()
         if len(tokens) < 2:
@@ -220,24 +218,28 @@ class Backlog:
     def _new(self, request: Request) -> _Row:
         row = self._rows[request] = _Row(request, self._step)
         if self._is_first(request):
-            row.due = self._step
-            self._first.append(row)
+            self._wait(row, self._first)
         elif self.interval == 1:
-            self._is_due(row)
+            self._wait(row, self._due)
         else:
             self._held.append(row)
         return row
 
-    def _is_due(self, row: _Row) -> None:
-        if not row.due:
-            row.due = self._step
-            self._due[row.request] = row
+    def _not_held(self, row: _Row) -> None:
+        if row.line is None:
+            self._wait(row, self._due)
 
     def _ends(self, row: _Row, finish: Finish) -> None:
         row.finish = finish
-        if not row.due or self._due.pop(row.request, None) is not None:
-            row.due = self._step
-            self._last.append(row)
+        if row.line is not self._last:
+            self._wait(row, self._last)
+
+    def _wait(self, row: _Row, line: _Line) -> None:
+        """Put the row at the end of a line, from another one if it is in one."""
+        if row.line is not None:
+            del row.line[row.request]
+        row.line, row.due = line, self._step
+        line[row.request] = row
 
     def _is_first(self, request: Request) -> bool:
         stream = self._streams.get(request)
