@@ -48,13 +48,12 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         """Decode more ids (each >= 0). Returns the text that became certain. Ids outside the vocabulary
         read as nothing."""
-        if self._nothing_pending and len(ids) == 1:  # nearly every call
+        if self._nothing_pending:  # nearly always
+            texts = self._texts
             try:
-                text = self._texts[ids[0]]
-            except IndexError:
-                return ""
-            if text is not None:
-                return text
+                return "".join([texts[token] for token in ids])  # type: ignore[misc]
+            except (IndexError, TypeError):  # TypeError: None, for half a character
+                pass
         return self._feed_slowly(ids)
 
     def _feed_slowly(self, ids: Sequence[int]) -> str:
