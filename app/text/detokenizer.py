@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import cast
 
 from app.text.tokenizer import Tokenizer
 from app.text.vocab import DecoderKind
@@ -30,7 +31,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special: bool = True) -> None:
         vocabulary = tokenizer.vocabulary
-        self._texts = vocabulary.shown_texts if skip_special else vocabulary.texts
+        self._texts = cast(list[str], vocabulary.shown_texts if skip_special else vocabulary.texts)
+        """None for a part of a character, which `join` refuses."""
         self._raw = vocabulary.shown_raw if skip_special else vocabulary.raw
         self._nothing_pending = False
         """No bytes are pending: the next token's text can be looked up."""
@@ -51,8 +53,8 @@ class Detokenizer:
         if self._nothing_pending:  # nearly always
             texts = self._texts
             try:
-                return "".join([texts[token] for token in ids])  # type: ignore[misc]
-            except (IndexError, TypeError):  # TypeError: None, for half a character
+                return "".join([texts[token] for token in ids])
+            except (IndexError, TypeError):
                 pass
         return self._feed_slowly(ids)
 
