@@ -73,8 +73,8 @@ class Backlog:
 
     A request's tokens of all steps that wait are one event. So one step is one event while the loop keeps
     up, and a device that is faster than the loop costs it fewer events, not less throughput: an event takes
-    the loop some 20 µs, each further token of it less than two. First tokens are delivered before others, and
-    last tokens, a few in each slice.
+    the loop some 20 µs, each further token of it less than two. First tokens are delivered before all others,
+    then the last ones of a few answers in each slice.
 
     A stream that raises (its detokenizer, its client's sink) ends alone, with `STREAM_FAILED`. Any other
     exception goes to the engine.
@@ -99,8 +99,8 @@ class Backlog:
         """Rows whose request has its first token to deliver. They are delivered before all others, so that
         the time to first token does not grow with the backlog."""
         self._last = _Line()
-        """Rows whose request has its last token to deliver, `ends` in each slice after the first ones: their
-        clients can send the next request then."""
+        """Rows whose request has ended. They come next, `ends` of them in each slice: their clients can send
+        another request then."""
         self._due = _Line()
         """All other rows that are due."""
         self._step = 1
