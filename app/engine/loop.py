@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from app.engine.backlog import ENDS, Backlog
+from app.engine.backlog import ENDS, FEWEST_ENDS, Backlog
 from app.engine.commands import Commands
 from app.engine.metrics import Recorder
 from app.engine.output import Stream
@@ -145,7 +145,7 @@ class Engine:
 
     def share_loop(self, engines: int) -> None:
         """Deliver as one of so many engines on this loop."""
-        self._backlog.ends = max(ENDS // engines, 1)
+        self._backlog.ends = max(ENDS // engines, FEWEST_ENDS)
 
     def slow_down(self, gap: float) -> None:
         """Leave `gap` seconds between a plan and the next; 0: none."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from app.engine.backlog import ENDS, SLICE, SLICE_TOKENS, SLICES
+from app.engine.backlog import ENDS, FEWEST_ENDS, SLICE, SLICE_TOKENS, SLICES
 from app.engine.job import TextOptions
 from app.engine.loop import BACKLOG
 from app.text.tokenizer import Tokenizer
@@ -134,13 +134,12 @@ async def test_last_tokens_overtake_those_that_wait(tokenizer: Tokenizer, interv
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
-@pytest.mark.parametrize("replicas", [1, 2, 2 * ENDS])
-async def test_a_slice_ends_few_answers(tokenizer: Tokenizer, tokens: int, replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "most"), [(1, ENDS), (2, ENDS // 2), (2 * ENDS, FEWEST_ENDS)])
+async def test_a_slice_ends_few_answers(tokenizer: Tokenizer, tokens: int, replicas: int, most: int) -> None:
     """And has tokens of others beside them. Fewer where several replicas deliver in a turn of the loop; an
     answer's only token is a last one too."""
     bench = Bench(tokenizer, eager=False, rows=3 * SLICE, pages=9_000)
     bench.engine.share_loop(replicas)
-    most = max(ENDS // replicas, 1)
     answers = [f"b-{at}" for at in range(2 * most + 1)]
     await bench.start("a", 100, n=SLICE)
     deliver = await late(bench, 3)
@@ -165,15 +164,43 @@ async def test_a_slice_ends_few_answers(tokenizer: Tokenizer, tokens: int, repli
 async def test_answers_that_wait_for_their_end_do_not_stop_planning(tokenizer: Tokenizer) -> None:
     """They get no longer, and the rows that run wait for no delivery."""
     bench = Bench(tokenizer, eager=False)
-    await bench.start("b", 3)
     bench.engine.set_stream_interval(2 * BACKLOG)
     await bench.start("a", 2 * BACKLOG + 20)
-    deliver = await late(bench, BACKLOG + 10)
+    deliver = await late(bench, 3)
+    deliver()  # its first tokens
+    await bench.start("b", 3)
+    await late(bench, BACKLOG + 10)
     assert bench.engine._backlog.waiting > BACKLOG, "the end of b"
     assert bench.executor.pending, "a runs"
     await end(bench, deliver)
     assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 2 * BACKLOG + 20, VOCAB)
     assert bench.tokens("b-0") == oracle(PROMPT.tolist(), 3, VOCAB)
+
+
+async def test_planning_pauses_while_first_tokens_wait(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    await bench.start("a", 3 * BACKLOG)
+    deliver = await late(bench, 2 * BACKLOG)
+    assert not bench.executor.pending
+    await end(bench, deliver)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 3 * BACKLOG, VOCAB)
+
+
+async def test_a_row_that_is_divided_delays_no_other_first_token(tokenizer: Tokenizer) -> None:
+    """After its first part it waits as others do, and planning pauses for it."""
+    bench = Bench(tokenizer, eager=False, depth=2, drafts=7, rows=4, pages=4_000)
+    sampling = msgspec.structs.replace(GREEDY, logprobs=128)
+    await bench.start("a", 400, n=4, sampling=sampling)
+    deliver, begun = await late(bench), list[int]()
+    streams = list(bench.engine._backlog._streams.values())
+    for _ in range(4):
+        deliver()
+        begun.append(sum(stream.count > 0 for stream in streams))
+    assert begun == [1, 2, 3, 4]
+    await late(bench, 2 * BACKLOG)
+    assert bench.engine._backlog.behind >= BACKLOG and not bench.executor.pending
+    await end(bench, deliver)
+    assert all(bench.tokens(f"a-{at}") == oracle(PROMPT.tolist(), 400, VOCAB) for at in range(4))
 
 
 @pytest.mark.parametrize(("single", "logprobs"), [(True, -1), (False, 0)])
