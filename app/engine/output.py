@@ -124,10 +124,10 @@ class Stream:
             elif (found := self.feed([last], rows)) is not None:
                 return found
         text, matched = self._scan(self._detokenizer.finish())
-        if matched is not None:
+        if matched is None:
+            text += "" if self._stops is None else self._stops.flush()
+        elif finish.reason in (FinishReason.STOP, FinishReason.LENGTH):  # an error stays one
             finish = Finish(FinishReason.STOP, matched)
-        elif self._stops is not None:
-            text += self._stops.flush()
         self._send(text, finish)
         return finish
 

@@ -88,3 +88,21 @@ def test_tokens_of_one_step_come_as_they_do_one_by_one(
     assert together[1:] == alone[1:]
     assert len(together.pieces) <= len(steps) + 1, "a piece for each step, and the last one"
     assert told(tokenizer, steps, options, single=True) == alone
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_only_an_answer_that_is_whole_ends_by_a_stop_in_its_last_text(
+    tokenizer: Tokenizer, reason: FinishReason
+) -> None:
+    """Half a character becomes U+FFFD at the end, which is the stop here."""
+    pieces: list[Piece] = []
+    half = next(id for id, raw in enumerate(tokenizer.vocabulary.raw) if raw == b"\xc3")
+
+    def take(index: int, piece: Piece) -> None:
+        pieces.append(piece)
+
+    stream = Stream(0, take, take, Detokenizer(tokenizer, []), StopScanner(["\ufffd"]))
+    assert stream.feed([half]) is None
+    told = stream.end(Finish(reason))
+    whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert told == pieces[-1].finish == (Finish(FinishReason.STOP, "\ufffd") if whole else Finish(reason))
