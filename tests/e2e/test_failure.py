@@ -36,13 +36,15 @@ def enough_gpus(parallel: tuple[str, ...]) -> pytest.MarkDecorator:
 BODY = {"prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
-async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], list[Any], float]:
-    """The events of another stream and of the request that breaks the device, and the seconds until health
-    reported it after the streams had ended."""
+async def failing(
+    server: Process, fault: str = "fault", **other_fields: object
+) -> tuple[list[Any], list[Any], float]:
+    """The events of another stream, with more fields, and of the request that breaks the device, and the
+    seconds until health reported it after the streams had ended."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session:
         await server.ready(session)
         url = f"{server.url}/v1/completions"
-        async with session.post(url, json=BODY) as other:
+        async with session.post(url, json={**BODY, **other_fields}) as other:
             assert other.status == 200
             await other.content.readuntil(b"\n\n")
             broken = {**BODY, "custom_logit_processor": fault}
@@ -83,9 +85,11 @@ async def test_a_step_that_fails(tmp_path: Path, device: str, parallel: tuple[st
 
 @pytest.mark.parametrize("parallel", PARALLEL[1:])
 async def test_a_device_that_hangs(tmp_path: Path, parallel: tuple[str, ...]) -> None:
-    more = [*parallel, "--logit-processor", "hang=tests.rigs.processors:hang", "--watchdog-timeout", "1"]
+    processors = [f"{name}=tests.rigs.processors:{name}" for name in ("hang", "slow")]
+    more = [*parallel, "--logit-processor", ",".join(processors), "--watchdog-timeout", "1"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
-        other, breaking, delay = await failing(server, "hang")
+        # The other replica's stream goes on until the watchdog ends it.
+        other, breaking, delay = await failing(server, "hang", custom_logit_processor="slow")
         assert server.wait() == HUNG
         log = server.log()
     assert delay < WITHIN

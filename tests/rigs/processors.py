@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ def hang(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) ->
     """A step that hangs."""
     if len(output_ids) >= AFTER:
         threading.Event().wait()
+
+
+def slow(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
+    """A step that takes 5 ms more: 1,000 tokens outlast a watchdog's seconds on any machine."""
+    time.sleep(0.005)
 
 
 def only(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
