@@ -27,22 +27,22 @@ A row whose tokens are fed together counts as one token (`Stream.cost`). One wit
 longer than a slice is divided: with 128 alternatives for each token, 32 rows took 50 to 60 ms."""
 
 SLICES: Final = 2
-"""Maximum number of slices that are delivered in one turn of the loop: as many as steps wait. While 1,024
+"""Maximum number of slices that are delivered in one turn of the loop; fewer if fewer steps wait. While 1,024
 clients of two replicas start, a turn takes 7 ms, and with one slice in each the p99 inter-token latency was
 1.6 times as long, at the same throughput. With four it is 0.8 times as long, at 1% less
 (`history/dp2-slices-simulated.json`)."""
 
 ENDS: Final = 8
-"""Maximum number of answers that end in a slice, divided among the replicas of a loop. Each makes its handler
-return and its client send another request, which takes the loop ten times as long as an event. When the
-answers of 1,024 clients of two replicas ended together, 128 in a turn, a turn took 20 ms in which 16 requests
-could start, and the devices ran 140 rows of 512 while 600 requests waited for their turn. Now requests start
-as fast as answers end: 4% more tokens, a third of the time to first token
+"""Maximum number of answers that a slice ends; the replicas of a loop divide it. At an end a handler returns
+and a client sends its next request, which takes the loop ten times as long as an event. Without a limit, when
+answers of 1,024 clients of two replicas ended together, a turn of the loop ended up to 128 of them in 20 ms
+and started 16 requests. So 600 requests waited, while the devices ran 140 rows of 512. With the limit,
+requests start as fast as answers end: throughput is 4% higher, and the median time to first token a third
 (`history/dp2-ends-simulated.json`)."""
 
 FEWEST_ENDS: Final = 4
-"""Minimum for each replica. With eight replicas on a CPU and 200 clients, whose answers do not end together,
-one in a slice made 590 requests/s, four 801 and 32 859."""
+"""Minimum of a replica's limit, however many replicas there are. Eight replicas on a CPU, with 200 clients
+whose answers do not end together, made 590 requests/s with a limit of one, 801 with four and 859 with 32."""
 
 STREAM_FAILED = Finish(
     FinishReason.ERROR, message="The text of this answer could not be made; the log says why."
@@ -90,7 +90,7 @@ class Backlog:
     def __init__(self, recorder: Recorder, stopped: Callable[[Request, Finish], None]) -> None:
         """`stopped` is called for requests that end here: by a stop string, or with `STREAM_FAILED`."""
         self.ends = ENDS
-        """Maximum number of answers that end in a slice of this backlog."""
+        """Maximum number of answers that a slice ends."""
         self.interval = 1
         """Steps whose tokens are one event; a request's first and last go out at once."""
         self._recorder = recorder
@@ -104,8 +104,8 @@ class Backlog:
         """Rows whose request has its first token to deliver. They are delivered before all others, so that
         the time to first token does not grow with the backlog."""
         self._last = _Line()
-        """Rows whose request has ended. They come next, `ends` of them in each slice: their clients can send
-        another request then."""
+        """Rows whose request has ended. They are delivered after `_first`, at most `ends` in a slice. Their
+        clients can then send the next request."""
         self._due = _Line()
         """All other rows that are due."""
         self._step = 1
@@ -117,7 +117,7 @@ class Backlog:
 
     @property
     def behind(self) -> int:
-        """`waiting` of the rows that run: each further step makes those longer."""
+        """`waiting`, without rows that have ended: only rows that run grow with each step."""
         return max(self._steps(self._first), self._steps(self._due))
 
     def _steps(self, line: _Line) -> int:

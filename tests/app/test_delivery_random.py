@@ -16,7 +16,8 @@ from app.engine.backlog import Backlog
 from app.engine.job import TextOptions
 from app.engine.submit import LiveRun
 from app.text.tokenizer import Tokenizer
-from core.types import FinishReason
+from core.request import Request
+from core.types import Finish, FinishReason
 from tests.rigs.executor import oracle
 from tests.rigs.step_loop import GREEDY, VOCAB, Bench
 
@@ -34,7 +35,7 @@ class Asked(NamedTuple):
 
 
 def check_lines(backlog: Backlog) -> None:
-    """Each row waits in one place, in the order in which rows came there; ended ones among the last."""
+    """Each row is in exactly one line. Lines are sorted by arrival; `_last` has the rows that have ended."""
     rows = {}
     for line in (backlog._first, backlog._last, backlog._due):
         assert [row.due for row in line.values()] == sorted(row.due for row in line.values())
@@ -47,12 +48,12 @@ def check_lines(backlog: Backlog) -> None:
 
 
 def late(backlog: Backlog, rng: random.Random, share: float) -> None:
-    """Deliver a share of the slices, and check each."""
-    deliver, stopped, seen = backlog.deliver, backlog._stopped, list[object]()
+    """Deliver only a share of the slices, and check the lines after each."""
+    deliver, stopped, seen = backlog.deliver, backlog._stopped, list[Request]()
 
-    def count_stop(*given: object) -> None:
-        seen.append(given)
-        stopped(*given)  # type: ignore[arg-type]
+    def count_stop(request: Request, finish: Finish) -> None:
+        seen.append(request)
+        stopped(request, finish)
 
     def deliver_some() -> None:
         if rng.random() < share:
@@ -71,7 +72,7 @@ async def ask(bench: Bench, tokenizer: Tokenizer, rng: random.Random, id: str) -
     tokens = oracle(prompt.tolist(), rng.choice((1, 1, 2, 9, 90)), VOCAB)
     text, at = tokenizer.decode(tokens), rng.randrange(90)
     stop = text[at : at + 2] if rng.random() < 0.4 else ""
-    stop = stop if stop.isascii() else ""  # what is half a character now may be another one later
+    stop = stop if stop.isascii() else ""  # U+FFFD in the whole text may be a character that is cut in two
     logprobs = rng.choice((-1, -1, 0, 128))
     run = await bench.start(
         id,

@@ -136,8 +136,8 @@ async def test_last_tokens_overtake_those_that_wait(tokenizer: Tokenizer, interv
 @pytest.mark.parametrize("tokens", [1, 30])
 @pytest.mark.parametrize(("replicas", "most"), [(1, ENDS), (2, ENDS // 2), (2 * ENDS, FEWEST_ENDS)])
 async def test_a_slice_ends_few_answers(tokenizer: Tokenizer, tokens: int, replicas: int, most: int) -> None:
-    """And has tokens of others beside them. Fewer where several replicas deliver in a turn of the loop; an
-    answer's only token is a last one too."""
+    """A slice ends at most `ends` answers and delivers other rows beside them. The limit is lower with
+    several replicas, and counts answers of one token too."""
     bench = Bench(tokenizer, eager=False, rows=3 * SLICE, pages=9_000)
     bench.engine.share_loop(replicas)
     answers = [f"b-{at}" for at in range(2 * most + 1)]
@@ -162,7 +162,7 @@ async def test_a_slice_ends_few_answers(tokenizer: Tokenizer, tokens: int, repli
 
 
 async def test_answers_that_wait_for_their_end_do_not_stop_planning(tokenizer: Tokenizer) -> None:
-    """They get no longer, and the rows that run wait for no delivery."""
+    """Rows that have ended do not grow, so they do not count towards `BACKLOG`."""
     bench = Bench(tokenizer, eager=False)
     bench.engine.set_stream_interval(2 * BACKLOG)
     await bench.start("a", 2 * BACKLOG + 20)
@@ -187,7 +187,7 @@ async def test_planning_pauses_while_first_tokens_wait(tokenizer: Tokenizer) -> 
 
 
 async def test_a_row_that_is_divided_delays_no_other_first_token(tokenizer: Tokenizer) -> None:
-    """After its first part it waits as others do, and planning pauses for it."""
+    """After its first part the row moves behind other rows, and planning pauses when it waits too long."""
     bench = Bench(tokenizer, eager=False, depth=2, drafts=7, rows=4, pages=4_000)
     sampling = msgspec.structs.replace(GREEDY, logprobs=128)
     await bench.start("a", 400, n=4, sampling=sampling)

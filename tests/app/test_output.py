@@ -94,7 +94,7 @@ def test_tokens_of_one_step_come_as_they_do_one_by_one(
 def test_only_an_answer_that_is_whole_ends_by_a_stop_in_its_last_text(
     tokenizer: Tokenizer, reason: FinishReason
 ) -> None:
-    """Half a character becomes U+FFFD at the end, which is the stop here."""
+    """The stop string is U+FFFD, as which half a character at the end of the output is decoded."""
     pieces: list[Piece] = []
     half = next(id for id, raw in enumerate(tokenizer.vocabulary.raw) if raw == b"\xc3")
 

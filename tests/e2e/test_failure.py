@@ -88,7 +88,7 @@ async def test_a_device_that_hangs(tmp_path: Path, parallel: tuple[str, ...]) ->
     processors = [f"{name}=tests.rigs.processors:{name}" for name in ("hang", "slow")]
     more = [*parallel, "--logit-processor", ",".join(processors), "--watchdog-timeout", "1"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
-        # The other replica's stream goes on until the watchdog ends it.
+        # Without slower steps the other replica's stream could end before the watchdog's limit.
         other, breaking, delay = await failing(server, "hang", custom_logit_processor="slow")
         assert server.wait() == HUNG
         log = server.log()

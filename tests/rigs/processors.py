@@ -35,7 +35,7 @@ def hang(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) ->
 
 
 def slow(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
-    """A step that takes 5 ms more: 1,000 tokens outlast a watchdog's seconds on any machine."""
+    """Make each step 5 ms longer, so that 1,500 tokens take longer than a watchdog's limit of 1 s."""
     time.sleep(0.005)
 
 
